@@ -140,17 +140,18 @@ def choose_promise(curve):
     return max(curve, key=lambda promise: (promise.tokens_per_second, -promise.num_nodes))
 
 
-def dynamic_candidates(depth, num_nodes, max_depth):
+def dynamic_candidates(depth, num_nodes, max_depth, most=None):
     """Dynamic trees worth trying if a static tree of this depth and size is the best: list of GrowingTree.
 
-    They have this number of nodes and several widths, at this depth and at the greatest. Depth 1 is left out: such a tree has the
-    first ranks, whatever the confidences, and is static.
+    They have this number of nodes and several widths, at this depth and at the greatest; no more than `most` (None: any), the
+    candidates that the draft has after a node. Depth 1 is left out: such a tree has the first ranks, whatever the confidences, and
+    is static.
     """
     found = []
     for levels in sorted({depth, max_depth} - {1}):
         for width in DYNAMIC_WIDTHS:
             # A tree that leaves out no candidate would be static.
-            if num_nodes <= width + (levels - 1) * width**2:
+            if num_nodes <= width + (levels - 1) * width**2 and (most is None or width <= most):
                 found.append(GrowingTree(levels, width, num_nodes))
     return found
 

@@ -88,7 +88,9 @@ class TreeMeasurement:
             now, further = self.time([trees[best.depth, best.num_nodes]], f"timing {best.num_nodes} nodes")
             # The machine's speed may have changed by now, and plain decoding's with it.
             timings += [replace(timing, seconds=timing.seconds * plain / now) for timing in further]
-        candidates = [trees[best.depth, best.num_nodes], *dynamic_candidates(best.depth, best.num_nodes, len(rates))]
+        most = self.llm.engine.drafter.max_candidates
+        dynamic = dynamic_candidates(best.depth, best.num_nodes, len(rates), most)
+        candidates = [trees[best.depth, best.num_nodes], *dynamic]
         trials = self.try_out(candidates)
         grown = [pair for pair in zip(candidates, trials[1:]) if pair[1].draft == "dynamic"]
         if grown:  # the best of them in other sizes: the best size of a static tree is not theirs

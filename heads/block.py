@@ -1,11 +1,11 @@
-"""Block drafters: a small decoder that predicts all tokens of a block in one pass. DFlash (arXiv 2602.06036), with DSpark's edge.
+"""Block drafters: a small decoder that predicts all tokens of a block in one pass. DFlash (arXiv 2602.06036), DSpark, DFlash2.
 
     c_t = hidden_norm(fc([r_t of layer a ; r_t of layer b ; ...]))     r the residual streams entering the aux layers
     x   = [e(x_{t+1}) ; e(MASK) ; e(MASK) ; ...]                       a block of S slots at positions t + 1 to t + S
     every layer: a = x + o_proj(attention(input_layernorm(x)))         queries are the block's
                  x = a + mlp(post_attention_layernorm(a))
     h   = norm(x)                                                      slot i >= 1 predicts the token at its own place, x_{t+1+i}
-    logits = target.lm_head(h) + W2 W1[previous token]                 the edge, where the head has one
+    logits = target.lm_head(h)                                         corrected by the previous token, where the head does so
 
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
@@ -15,13 +15,11 @@ slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators
 
 With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
 The embedding is the target's, frozen. So is lm_head, or the head has its own over a draft vocabulary, as EAGLE-3 (eagle3.py).
-Slots do not see each other's drafted tokens: one distribution per depth. The edge (DSpark's "Markov head") corrects it by the token
-before; W1 [V, r] and W2 [VD, r] are the paper's names, and W2 starts at zero. The confidence that the target accepts a slot's token
-is sigmoid(proj [h ; W1[previous token]]).
-Not here: gated and recurrent edges, selectors, convolutions.
+Slots do not see each other's drafted tokens: one distribution per depth. DSpark's edge or DFlash2's selector corrects it by the
+token before, and DFlash2's convolutions run around attention and mlp: block_parts.py has these parts.
 
 Letters: B rows of a batch, T tokens per row, R blocks per row, S slots of a block, H hidden size, A aux layers, M slots of any
-blocks, V the target's vocabulary, VD the draft's, r rank of the edge.
+blocks, V the target's vocabulary, VD the draft's, r rank of a correction.
 """
 
 from dataclasses import dataclass
@@ -31,6 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.attention.rotary import rotary
+from ..kernels.sampling.sample import MAX_WIDTH
+from .block_parts import Confidence, Convolution, Edge, Selector
 from .draft_vocabulary import DraftsOverVocabulary
 from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import MLP, Attention, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
@@ -42,8 +42,11 @@ class BlockConfig(LayerConfig):
     """Shape of a block drafter. `hidden_size` and `vocab_size` are the target's.
 
     draft_vocab_size: VD of its own lm_head; None: the target's lm_head is used.
-    A block has num_speculative_tokens + 1 slots, with sample_from_anchor num_speculative_tokens. edge_rank: r, 0 for no edge;
-    confidence: whether it predicts if its tokens are accepted, with confidence_sees_token by the token before too.
+    A block has num_speculative_tokens + 1 slots, with sample_from_anchor num_speculative_tokens.
+    DSpark's parts: edge_rank: r, 0 for no edge; confidence: whether it predicts if its tokens are accepted, with
+    confidence_sees_token by the token before too.
+    DFlash2's: selector_rank: r, 0 for no selector, which chooses among selector_top_k tokens; conv_kernel_size: taps of the
+    convolutions, 0 for none, conv_group_size: channels that share a correction.
     aux_layer_ids: id k is the residual stream entering layer k (0-based) of the target; mask_token_id: the token in the slots to
     be predicted; is_causal: whether a slot sees only the block's slots up to itself; num_target_layers: None if the file says none.
     sliding_layers: numbers of the head's layers with a sliding_window, at least a block long; sliding_is_causal: is_causal of
@@ -64,8 +67,12 @@ class BlockConfig(LayerConfig):
     edge_rank: int = 0
     confidence: bool = False
     confidence_sees_token: bool = True
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
 
-    may_be_zero = ("edge_rank",)
+    may_be_zero = ("edge_rank", "selector_rank", "conv_kernel_size")
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,6 +99,31 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 "BlockConfig.confidence with confidence_sees_token reads the edge's table of tokens, and edge_rank is 0: give an "
                 "edge_rank, or set confidence_sees_token to false"
+            )
+        self._check_dflash2()
+
+    def _check_dflash2(self):
+        """ValueError for parts of DFlash2 that cannot be."""
+        if (self.selector_rank or self.conv_kernel_size) and (self.edge_rank or self.confidence):
+            raise ValueError(
+                "BlockConfig has parts of DSpark (edge_rank, confidence) and of DFlash2 (selector_rank, conv_kernel_size), and no "
+                "file holds both: leave out those of one"
+            )
+        most = min(MAX_WIDTH, self.vocab_size)
+        if self.selector_rank and not 2 <= self.selector_top_k <= most:
+            raise ValueError(f"BlockConfig.selector_top_k must be from 2 to {most}, got {self.selector_top_k}")
+        if self.selector_rank and self.num_scores != self.vocab_size:
+            raise ValueError(
+                f"BlockConfig.draft_vocab_size must be the vocab_size {self.vocab_size} or None with a selector, which chooses "
+                f"among all tokens; got {self.draft_vocab_size}"
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"BlockConfig.conv_kernel_size must be at most the block's {self.block_size} slots, got {self.conv_kernel_size}"
+            )
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"BlockConfig.conv_group_size must divide the hidden_size {self.hidden_size}, got {self.conv_group_size}"
             )
 
     def _check_sliding_layers(self):
@@ -173,7 +205,7 @@ class BlockAttention(Attention):
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer whose attention sees a context beside its own rows."""
+    """A decoder layer whose attention sees a context beside its own rows. attention_conv, mlp_conv: Convolution, or None."""
 
     def __init__(self, config):
         super().__init__()
@@ -181,41 +213,29 @@ class BlockLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = Convolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = Convolution(config) if config.conv_kernel_size else None
 
     def forward(self, x, context, rotations, mask):
         """As BlockAttention, x not normed.  -> [B, R S, H]"""
-        x = x + self.self_attn(self.input_layernorm(x), context, rotations, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+
+        def attention(rows):
+            return self.self_attn(rows, context, rotations, mask)
+
+        x = x + _around(self.attention_conv, attention, self.input_layernorm(x))
+        return x + _around(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
 
 
-class Edge(nn.Module):
-    """DSpark's correction of a slot's logits by the token before: W2 W1[token]. It starts at zero: without effect."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.edge_rank)
-        self.markov_w2 = nn.Linear(config.edge_rank, config.num_scores, bias=False)
-        nn.init.normal_(self.markov_w1.weight, std=config.edge_rank**-0.5)
-        nn.init.zeros_(self.markov_w2.weight)
-
-    def forward(self, rows):
-        """rows of W1 [M, r]  ->  [M, VD]"""
-        return self.markov_w2(rows)
-
-
-class Confidence(nn.Module):
-    """How sure the head is that the target accepts a slot's token."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.edge_rank * config.confidence_sees_token, 1)
+def _around(convolution, sublayer, x):
+    """sublayer(x), with the Convolution if there is one."""
+    return sublayer(x) if convolution is None else convolution.around(sublayer, x)
 
 
 class BlockHead(DraftsOverVocabulary, Head):
     """Block drafter: predicts a block of tokens in one pass from several features of the target.
 
-    features: the layers whose entering residual streams it reads, low to high. markov_head: its Edge, or None;
-    confidence_head: None if it has none.
+    features: the layers whose entering residual streams it reads, low to high. markov_head: its Edge, candidate_selector: its
+    Selector, confidence_head: its Confidence, or None each.
     embed_tokens: the target's table, or a file's own, never trained; None if the file held none, until take_embedding.
     lm_head: None where the target's is used; else rows of it, never trained. d2t int64 [VD], t2d bool [V]: None for the whole
     vocabulary; a new head has the first VD tokens until set_draft_vocabulary.
@@ -231,6 +251,7 @@ class BlockHead(DraftsOverVocabulary, Head):
         self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov_head = Edge(config) if config.edge_rank else None
+        self.candidate_selector = Selector(config) if config.selector_rank else None
         self.confidence_head = Confidence(config) if config.confidence else None
         self.rotary = Rotary(config)
         count, own = config.num_scores, config.draft_vocab_size is not None
@@ -244,9 +265,18 @@ class BlockHead(DraftsOverVocabulary, Head):
         return self.lm_head is None
 
     @property
+    def correction(self):
+        """The part that corrects a slot's logits by the token before: an Edge, a Selector, or None."""
+        return self.candidate_selector if self.markov_head is None else self.markov_head
+
+    @property
     def autoregressive(self):
-        """Only an edge looks at drafted tokens."""
-        return self.markov_head is not None
+        """Only a correction looks at drafted tokens."""
+        return self.correction is not None
+
+    @property
+    def max_candidates(self):
+        return None if self.candidate_selector is None else self.candidate_selector.top_k
 
     @property
     def features(self):
@@ -322,18 +352,24 @@ class BlockHead(DraftsOverVocabulary, Head):
         return blocks_mask(rows, document_ids, self.config.block_size, reach)
 
     def logits(self, states, previous, lm_head_weight):
-        """The scores of the tokens that slots predict.
+        """The scores of the tokens that slots predict; minus infinity for tokens that a selector does not choose among.
 
-        states [M, H] of `forward`; previous [M]: the token before the predicted one, which only the edge reads; lm_head_weight:
+        states [M, H] of `forward`; previous [M]: the token before the predicted one, which only a correction reads; lm_head_weight:
         the target's [V, H], in whose dtype they are computed, not read by a head with its own  ->  [M, VD]
         """
-        rows = None if self.markov_head is None else self.markov_head.markov_w1(previous)
-        return self._logits(states, rows, lm_head_weight if self.lm_head is None else self.lm_head.weight)
+        logits = self.slot_logits(states, lm_head_weight)
+        return logits if self.correction is None else self.correction(logits, states, self.correction.before(previous))
 
-    def _logits(self, states, rows, lm_head_weight):
-        """As `logits`.  rows [M, r]: of W1 for the tokens before, None without an edge; lm_head_weight: the one to use"""
-        logits = F.linear(states.to(lm_head_weight.dtype), lm_head_weight)
-        return logits if rows is None else logits + self.markov_head(rows).to(logits.dtype)
+    def slot_logits(self, states, lm_head_weight):
+        """As `logits`, by the slots' states alone."""
+        return _product(states, lm_head_weight if self.lm_head is None else self.lm_head.weight)
+
+    def _whole_logits(self, states, previous, lm_head_weight):
+        """As `logits`, but finite."""
+        selector = self.candidate_selector
+        if selector is None:
+            return self.logits(states, previous, lm_head_weight)
+        return selector.whole(self.slot_logits(states, lm_head_weight), states, selector.before(previous))
 
     def confidence_logits(self, states, previous):
         """Scores whose sigmoid is the probability that the target accepts a slot's token.  As `logits`  ->  [M]"""
@@ -345,22 +381,28 @@ class BlockHead(DraftsOverVocabulary, Head):
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None, every=1):
         """Predictions of a block after every position: see Head.predict. A block per token: for short texts.
 
-        Their states hold the edge's rows of W1 beside those of `forward`. every: after one of so many positions only; M counts
-        those.
+        Their states hold what a correction reads of the tokens before beside those of `forward`. every: after one of so many
+        positions only; M counts those.
         """
         depths = range(num_steps or self.num_speculative_tokens)
         rows = torch.arange(0, input_ids.shape[1], every, device=input_ids.device).expand(len(input_ids), -1)
         tokens = next_tokens(input_ids, len(depths))[:, ::every].flatten(0, 1)  # [M, K]
         firsts = tokens[:, 0].view_as(rows)
         states = self(features, firsts, rows, position_ids, document_ids).flatten(0, 1)  # [M, S, H]
-        first, size, ids = self.config.first_slot, states.shape[-1], self.draft_token_ids
+        first, size = self.config.first_slot, states.shape[-1]
         weight = cast_lm_head(lm_head_weight if self.lm_head is None else self.lm_head.weight, states.dtype)
         found = [states[:, first + k] for k in depths]
-        if self.markov_head is None:
-            return Predictions(found, lambda rows, k: self._logits(rows, None, weight), ids)
-        before = [self.markov_head.markov_w1(tokens[:, k]).to(states.dtype) for k in depths]
-        joined = [torch.cat(pair, -1) for pair in zip(found, before)]
-        return Predictions(joined, lambda rows, k: self._logits(rows[:, :size], rows[:, size:], weight), ids)
+        if self.correction is not None:
+            before = [self.correction.before(tokens[:, k]).to(states.dtype) for k in depths]
+            found = [torch.cat(pair, -1) for pair in zip(found, before)]
+
+        def corrected(by):
+            return lambda rows, k: by(_product(rows[:, :size], weight), rows[:, :size], rows[:, size:])
+
+        if self.correction is None:
+            return Predictions(found, lambda rows, k: _product(rows, weight), self.draft_token_ids)
+        whole = None if self.candidate_selector is None else corrected(self.candidate_selector.whole)
+        return Predictions(found, corrected(self.correction), self.draft_token_ids, whole)
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
         states = self(features, tokens[:, rows, 0], rows[None], position_ids, document_ids)[0]  # [R, S, H]
@@ -368,7 +410,7 @@ class BlockHead(DraftsOverVocabulary, Head):
         found = [states[:, self.config.first_slot + k] for k in depths]
         if lm_head_weight is None and self.lm_head is None:
             return found
-        return [self.logits(found[k], tokens[0, rows, k], lm_head_weight) for k in depths]
+        return [self._whole_logits(found[k], tokens[0, rows, k], lm_head_weight) for k in depths]
 
     def draft_bytes(self, lm_head_bytes):
         """See Head.draft_bytes: one pass for all depths; after a step the context's keys and values. Each depth reads W2."""
@@ -376,4 +418,11 @@ class BlockHead(DraftsOverVocabulary, Head):
         edge = {} if self.markov_head is None else {"level": bytes_of(self.markov_head.markov_w2)}
         lm_head = lm_head_bytes if self.lm_head is None else bytes_of(self.lm_head)
         first = bytes_of(self.layers, self.norm) + lm_head + edge.get("level", 0)
+        if self.candidate_selector is not None:
+            first += bytes_of(self.candidate_selector.hidden_projection)
         return {"first": first, **edge, "advance": bytes_of(self.fc, *keys)}
+
+
+def _product(states, weight):
+    """The logits of states, in the dtype of lm_head's weight.  [M, H], [VD, H] -> [M, VD]"""
+    return F.linear(states.to(weight.dtype), weight)

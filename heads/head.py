@@ -26,12 +26,14 @@ class Predictions:
     states: K tensors [M, S]; row t of states[k] predicts x_{t+2+k}. They may require gradients, and get them once.
     logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
     same_logits: logits is one function for all k, and takes rows of several depths together.
+    whole_logits: as logits, of a head whose logits are minus infinity but for a few tokens: finite ones. None: logits are.
     """
 
     states: list
     logits: Callable
     draft_ids: torch.Tensor | None = None
     same_logits: bool = False
+    whole_logits: Callable | None = None
 
     def groups(self, vocab_size):
         """The depths in groups whose logits are made at once: they take no more memory than the target's, vocab_size wide."""
@@ -49,6 +51,7 @@ class Head(nn.Module):
     autoregressive: whether the distribution of a token depends on the tokens drafted before it.
     uses_target_lm_head: whether its logits are the target's lm_head applied to its states.
     draft_token_ids: int64 [VD], the target's ids of a draft vocabulary; None: the whole vocabulary.
+    max_candidates: the most tokens after a node that it has scores for; None: all of them.
     adapter: fingerprint of the target's adapter that it was trained together with; "" for none.
     checkpoint_steps: whether each step of `predict` is computed again in the backward pass, instead of kept (`run_step`).
     steps_in_a_pass: how many such steps there are, whatever the depths; None: one for each depth.
@@ -58,7 +61,7 @@ class Head(nn.Module):
     features = FINAL
     autoregressive = True
     uses_target_lm_head = False
-    draft_token_ids = None
+    draft_token_ids = max_candidates = None
     adapter = ""
     checkpoint_steps = False
     steps_in_a_pass = None
@@ -129,7 +132,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
-        """The head's logits over given text at some positions, depth by depth: for checks against other code.
+        """The head's (whole) logits over given text at some positions, depth by depth: for checks against other code.
 
         rows: the positions [R]; features [1, T, .], tokens [1, T, K] at t + 1 to t + K, position_ids and document_ids [1, T]
         ->  K tensors [R, V]; or states [R, S] for a head that uses the target's lm_head and is given none

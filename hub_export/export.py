@@ -52,7 +52,7 @@ formats
   eagle-sglang    the same weights for SGLang, and Headstart
   eagle3          EAGLE-3, the plain layout: Headstart, vLLM, SGLang, the original EAGLE code
   speculators     EAGLE-3 and block drafters as Red Hat's library and vLLM read them, and Headstart
-  dflash          block drafters: Headstart, vLLM, SGLang; z-lab's code, if they are DFlash's
+  dflash          block drafters: Headstart, vLLM, SGLang; z-lab's code, if they are DFlash's or DFlash2's
 """
 
 EXAMPLES = """\

@@ -336,8 +336,9 @@ def _sizes_line(found):
         parts += [f"MLP {config['intermediate_size']}", heads, rope]
         flags = ("attention_bias", "fc_bias", "norm_before_residual", "is_causal", "sample_from_anchor", "confidence")
         parts += [name for name in flags if config.get(name)]
-    if config.get("edge_rank"):
-        parts.append(f"edge of rank {config['edge_rank']}")
+    blocks = {"edge_rank": "edge of rank {edge_rank}", "conv_kernel_size": "convolutions over {conv_kernel_size} slots"}
+    blocks["selector_rank"] = "selector of rank {selector_rank} among {selector_top_k} tokens"
+    parts += [text.format(**config) for key, text in blocks.items() if config.get(key)]
     return ", ".join(parts)
 
 

@@ -11,7 +11,7 @@ text or the target's distribution, weighted, summed and divided by the number of
 checkpoints/, acceptance.json, best/, head/; and into `feature_cache`, if that is given.
 
 Every rank draws the anchors of all rows of a step, so label counts need no communication; gradients are summed over the ranks once
-per optimiser step. Not done here: training the embedding or the lm_head, which are the target's; selectors, convolutions.
+per optimiser step. Not done here: training the embedding or the lm_head, which are the target's.
 """
 
 import math
@@ -38,6 +38,8 @@ from headstart.train.teacher.features import FrozenTarget, load_target
 
 NUM_LAYERS = 2  # with an edge two are accepted more than five without (DSpark, figure 3)
 NUM_AUX_LAYERS = 5  # as published heads read
+# Optional parts of a head, by the key that asks for them, with the keys that shape their tensors. A start keeps those that it has.
+PARTS = {"edge_rank": (), "selector_rank": (), "conv_kernel_size": ("conv_group_size",)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ class Recipe(RunRecipe):
         "each other. A head of start_from without an edge gets one",
         least=0,
     )
+    selector_rank: int = key(
+        0,
+        "rank of the selector, which chooses among the likeliest tokens of a slot by the token before (DFlash2: 256), in the place "
+        "of an edge: set edge_rank to 0; 0: none. A head of start_from without a selector gets one",
+        least=0,
+    )
+    selector_top_k: int = key(16, "tokens that the selector chooses among", least=2, most=64)
+    selector_weight: float = key(1.0, "weight of the loss of the selector's choice", least=0)
+    conv_kernel_size: int = key(
+        0,
+        "slots that a convolution before and after every attention and MLP reads, its own and those before (DFlash2: 2); 0: no "
+        "convolutions. A head of start_from without them gets them",
+        least=0,
+    )
+    conv_group_size: int = key(16, "channels that share a convolution's correction", least=1)
     draft_vocab_size: int = key(
         0,
         "size of the draft vocabulary: the most frequent supervised tokens and the target's stop tokens, with the target's rows of "
@@ -114,6 +131,13 @@ class Recipe(RunRecipe):
         parse_layers(self.aux_layers)  # refuses bad text
         if self.depth_weights == "dpace" and self.loss != "hard":
             raise ValueError(f"depth_weights dpace weighs the loss hard, got loss {self.loss!r}: set loss to hard")
+        dflash2 = [name for name in ("selector_rank", "conv_kernel_size") if getattr(self, name)]
+        dspark = [name for name in ("edge_rank", "confidence_weight") if getattr(self, name)]
+        if dflash2 and dspark:
+            raise ValueError(
+                f"{' and '.join(dflash2)} ask for parts of DFlash2, {' and '.join(dspark)} for parts of DSpark, and no file holds "
+                f"both: set {' and '.join(dspark)} to 0"
+            )
 
     @property
     def num_depths(self):
@@ -126,6 +150,7 @@ class Recipe(RunRecipe):
         decay = math.exp(-1 / gamma) if self.depth_weights == "exponential" else 1.0
         weights, dynamic = [decay**k for k in range(self.num_depths)], self.depth_weights == "dpace"
         own = {"dynamic": dynamic, "confidence_weight": self.confidence_weight}
+        own["selector_weight"] = self.selector_weight if self.selector_rank else 0.0
         return BlockObjective(Loss(self.loss, self.lk_eta), weights, **own)
 
 
@@ -168,7 +193,9 @@ def choose_config(recipe, target, start, reserved):
     reserved: ids of stop and padding tokens. Raises ValueError if the recipe asks for what `start` does not have.
     """
     own = {"num_speculative_tokens": recipe.num_depths, "base_model_name_or_path": recipe.target}
-    own |= {"edge_rank": recipe.edge_rank, "confidence": recipe.confidence_weight > 0}
+    own |= {name: getattr(recipe, name) for part in PARTS if getattr(recipe, part) for name in (part, *PARTS[part])}
+    own |= {"selector_top_k": recipe.selector_top_k} if recipe.selector_rank else {}
+    own["confidence"] = recipe.confidence_weight > 0
     own["confidence_sees_token"] = recipe.edge_rank > 0 or not recipe.confidence_weight
     if recipe.draft_vocab_size:
         whole = recipe.draft_vocab_size == target.vocab_size
@@ -196,9 +223,10 @@ def choose_config(recipe, target, start, reserved):
     found = {"num_layers": start.config.num_hidden_layers, "aux_layers": start.features}
     chosen |= sliding_layers(recipe, start.config.num_hidden_layers)
     found |= {name: getattr(start.config, name) for name in {"mask_token_id", *places, *chosen} - found.keys()}
-    if start.config.edge_rank:
-        found["edge_rank"] = start.config.edge_rank
-    for name, given in (chosen | places | {"edge_rank": recipe.edge_rank}).items():
+    kept = [name for part in PARTS if getattr(start.config, part) for name in (part, *PARTS[part])]
+    found |= {name: getattr(start.config, name) for name in kept}
+    asked = {name: getattr(recipe, name) for name in kept}
+    for name, given in (chosen | places | asked).items():
         if given is not None and given != found.get(name, given):
             mend = "leave it out" if name in chosen else f"set it to {found[name]}"
             raise ValueError(
@@ -285,7 +313,7 @@ def main(argv):
                         chunk_tokens=recipe.chunk_tokens,
                         with_hits=step.logs,
                     )
-                step.add(totals)  # [K, 6]
+                step.add(totals)  # [K, 10]
             totals = step.finish()
             if step.logs:
                 step.record(summarize_blocks(totals, step.objective, step.num_labels))

@@ -14,7 +14,14 @@ from .attention import bench_attention, bench_commit, bench_prefill_attention, b
 from .kernel_bench import COLUMNS, KernelBench, Sizes
 from .losses import bench_distill_loss
 from .products import bench_gated_mlp, bench_linear, bench_res_block
-from .rows import bench_embedding, bench_layer_norm, bench_rms_norm, bench_sample, bench_verify
+from .rows import (
+    bench_block_convolution,
+    bench_embedding,
+    bench_layer_norm,
+    bench_rms_norm,
+    bench_sample,
+    bench_verify,
+)
 from .rules import bench_rules
 from .trained_parts import bench_trained_parts
 
@@ -68,6 +75,7 @@ OPERATIONS = {
     "res_block": bench_res_block,
     "sample": bench_sample,
     "verify": bench_verify,
+    "block_convolution": bench_block_convolution,
     "rules": bench_rules,
     "distill_loss": bench_distill_loss,
     "trained_parts": bench_trained_parts,

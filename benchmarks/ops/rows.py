@@ -1,10 +1,13 @@
-"""`headstart bench kernel rms_norm`, `layer_norm`, `embedding`, `sample` and `verify`: operations on rows."""
+"""`headstart bench kernel rms_norm`, `layer_norm`, `embedding`, `sample`, `verify`, `block_convolution`: operations on rows."""
+
+import math
 
 import torch
 import torch.nn.functional as F
 
 from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...kernels.attention.tree_attention import PAGE
+from ...kernels.block_convolution import block_convolution, block_convolution_reference
 from ...kernels.embedding import embed
 from ...kernels.layer_norm import add_layer_norm
 from ...kernels.rms_norm import add_rms_norm
@@ -91,3 +94,23 @@ def bench_verify(bench):
             return verify_strict(tree.parents, tree.depths, tokens, target, limit, tree.max_depth)
 
         bench.line("verify", f"batch {batch}, {tree.max_depth} deep", rows, ours, None, 2 * tokens.nbytes)
+
+
+def bench_block_convolution(bench):
+    """Two taps and corrections shared by 16 channels, as DFlash2 has them; all rows are one block."""
+    width = bench.sizes.hidden
+    groups, base = width // math.gcd(16, width), bench.random(2, width)
+    for rows in bench.settings.rows:
+        copies = bench.copies(2 * rows * width * base.element_size())
+        pairs = [(bench.random(rows, width), bench.random(rows, 2, groups)) for _ in range(copies)]
+
+        def ours(pairs=pairs, rows=rows):
+            for x, corrections in pairs:
+                block_convolution(x, base, corrections, rows)
+
+        def library(pairs=pairs, rows=rows):
+            for x, corrections in pairs:
+                block_convolution_reference(x, base, corrections, rows)
+
+        moved = rows * (2 * width + 2 * groups) * base.element_size()
+        bench.line("block_convolution", f"{width} in {groups} groups", rows, ours, library, moved, calls=len(pairs))

@@ -11,7 +11,7 @@ DETAILS = (
     "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
     "prefill_attention, rms_norm, layer_norm, rotary, embedding, res_block, sample, verify, commit, rules (every\n"
     "verifier from logits to verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too),\n"
-    "distill_loss and trained_parts (of training), or all."
+    "distill_loss and trained_parts (of training), block_convolution (of DFlash2), or all."
 )
 
 

@@ -4,11 +4,11 @@
     speculators   Red Hat's speculators and vLLM: the Qwen3's keys lie in transformer_layer_config, and the target's embedding and
                   lm_head come along
 
-Tensors have the names of heads/block.py, and all of the parts that a file has must be there. Both formats hold DSpark's parts,
-with or without embed_tokens (without, it is the target's: BlockHead.take_embedding), lm_head, d2t and t2d. Also read is DeepSpec's
-layout, "deepspec": flat keys, and copies of the target's embedding and lm_head. The keys: block_config.py.
+Tensors have the names of heads/block.py, and all of the parts that a file has must be there. Both formats hold DSpark's parts or
+DFlash2's, with or without embed_tokens (without, it is the target's: BlockHead.take_embedding), lm_head, d2t and t2d. Also read is
+DeepSpec's layout, "deepspec": flat keys, and copies of the target's embedding and lm_head. The keys: block_config.py.
 
-Refused, by the tensor or key that tells: DSpark's other edges, DFlash2's parts, Domino's.
+Refused, by the tensor or key that tells: DSpark's other edges, Domino's correction.
 
 This file touches no disk.
 """
@@ -24,19 +24,18 @@ from .block_config import (
     plain_config,
     read_keys,
     speculators_config,
+    whole_number,
 )
 from .layer import check_rope, read_layer, shapes_of, vocab_size_of
 
 FORMATS = ("dflash", "speculators")
-CONFIG_NAMES = ("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")
+CONFIG_NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel")
+CONFIG_NAMES += ("DFlashSpeculator", "DSparkSpeculator")
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Parts of tensors' names that tell of another member of the family.
 OTHERS = {
     "markov_head.gate_proj.": "DSpark's gated edge",
     "markov_head.joint_proj.": "DSpark's recurrent edge",
-    "candidate_selector.": "DFlash2's selector",
-    "attention_conv.": "DFlash2's convolution",
-    "mlp_conv.": "DFlash2's convolution",
     "prefix_gru.": "Domino's correction",
 }
 # Of the target, in files that the speculators library wrote while training: no reader drafts with them.
@@ -61,10 +60,21 @@ def check_format(head, format):
             "readers of format 'speculators' let a slot see its whole block, and this head's see only the slots before them "
             "(is_causal): use 'dflash'"
         )
-    if format == "speculators" and head.config.sliding_layers and not head.config.window_of_block:
+    config = head.config
+    if format == "speculators" and config.sliding_layers and not config.window_of_block:
         raise ValueError(
             "readers of format 'speculators' count the window of a sliding layer from the block, and this head's counts from the "
             "slot (no window_of_block): use 'dflash'"
+        )
+    if format == "speculators" and bool(config.selector_rank) != bool(config.conv_kernel_size):
+        held = "a selector" if config.selector_rank else "convolutions"
+        raise ValueError(
+            f"readers of format 'speculators' build both of DFlash2's parts, and this head has {held} alone: use 'dflash'"
+        )
+    if format == "speculators" and config.selector_rank and config.sample_from_anchor:
+        raise ValueError(
+            "readers of format 'speculators' refuse a selector where every slot predicts the next token (sample_from_anchor): use "
+            "'dflash'"
         )
     if format == "speculators" and head.needs_embedding:
         raise ValueError(
@@ -138,6 +148,7 @@ def from_file(tensors, config):
         draft_vocab_size=draft_vocab_size,
         **keys.places,
         **_dspark_parts(tensors, keys, hidden_size, notes),
+        **_dflash2_parts(tensors, keys, hidden_size, notes),
         **layer | {"num_speculative_tokens": count, "attention_bias": False},
     )
     check_rope(shape)
@@ -159,7 +170,8 @@ def _check_parts(tensors):
         for part, what in OTHERS.items():
             if name.startswith(part) or f".{part}" in name:
                 raise ValueError(
-                    f"tensor {name} belongs to {what}, which is not read yet: expected DFlash, or DSpark with its plain edge"
+                    f"tensor {name} belongs to {what}, which is not read yet: expected DFlash, DFlash2, or DSpark with its plain "
+                    "edge"
                 )
 
 
@@ -185,3 +197,25 @@ def _dspark_parts(tensors, keys: Keys, hidden_size, notes):
         found["confidence_sees_token"] = sees
         compare(notes, keys.said, "confidence_head_with_markov", sees)
     return found
+
+
+def _dflash2_parts(tensors, keys: Keys, hidden_size, notes):
+    """The fields of BlockConfig that tell of DFlash2's parts, by the tensors; the number of candidates is config.json's."""
+    found, said, rank, taps = {}, keys.said, 0, 0
+    if any(one.startswith("candidate_selector.") for one in tensors):
+        rank = shape_of(tensors, "candidate_selector.hidden_projection.weight")[0]
+        found["selector_top_k"] = whole_number(said, "selector_top_k", least=2)
+    compare(notes, said, "selector_rank", rank)
+    base, projection = (f"layers.0.attention_conv.{one}" for one in ("base_kernel", "kernel_projection.weight"))
+    if any("attention_conv." in one or "mlp_conv." in one for one in tensors):
+        taps, rows = shape_of(tensors, base, 3)[1], shape_of(tensors, projection)[0]
+        groups = rows // max(2 * taps, 1)
+        if not groups or rows != 2 * taps * groups or hidden_size % groups:
+            raise ValueError(
+                f"tensor {projection} has {rows} rows, expected 2 x {taps} taps for each of some groups of the {hidden_size} "
+                "channels"
+            )
+        found["conv_group_size"] = hidden_size // groups
+        compare(notes, said, "conv_group_size", found["conv_group_size"])
+    compare(notes, said, "conv_kernel_size", taps)
+    return found | {"selector_rank": rank, "conv_kernel_size": taps}

@@ -23,7 +23,8 @@ from .layer import layer_keys
 # Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's; what the format "dflash" has no key for.
 TARGETS_EMBEDDING, TARGETS_LM_HEAD = "embed_tokens_is_targets", "lm_head_is_targets"
 SLIDING_IS_CAUSAL, WINDOW_OF_BLOCK = "sliding_is_causal", "window_of_block"
-SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}  # speculators_model_type: the architecture
+# speculators_model_type: the architecture
+SPECULATORS = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 ANCHORED = ("DSparkDraftModel", "Qwen3DSparkModel")  # architectures whose slots predict the next token
 KINDS = ("full_attention", "sliding_attention")
 # Keys that change the formulas, and the value that does not.
@@ -76,8 +77,8 @@ def read_keys(tensors, config, notes):
         format,
         layer,
         said,
-        block_size=_whole_number(said, "block_size", least=1 if anchored else 2),
-        mask_token_id=_whole_number(said, "mask_token_id", least=1),
+        block_size=whole_number(said, "block_size", least=1 if anchored else 2),
+        mask_token_id=whole_number(said, "mask_token_id", least=1),
         aux_layer_ids=_layer_ids(said, ids_key, less),
         ids_key=ids_key,
         places=_places(format, config, nested, layer, notes),
@@ -97,8 +98,8 @@ def _speculators_layer(config):
     """The Qwen3's keys of a speculators config, with the target's name as plain files have it."""
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
-        known = " or ".join(f'"{one}"' for one in SPECULATORS)
-        raise ValueError(f'config.json says "speculators_model_type": {kind!r}, expected {known}')
+        known = ", ".join(f'"{one}"' for one in SPECULATORS)
+        raise ValueError(f'config.json says "speculators_model_type": {kind!r}, expected one of {known}')
     layer, verifier = (
         _object(config, "transformer_layer_config"),
         _object(_object(config, "speculators_config"), "verifier"),
@@ -118,7 +119,8 @@ def _layer_ids(said, key, less):
     return tuple(id + less for id in ids)
 
 
-def _whole_number(said, key, least):
+def whole_number(said, key, least):
+    """A key's value; ValueError if it is missing or less than `least`.  said: as in Keys"""
     value = said.get(key)
     if type(value) is not int or value < least:
         raise ValueError(
@@ -180,7 +182,7 @@ def _sample_from_anchor(config, said, tensors, notes):
     methods = _object(config, "speculators_config").get("proposal_methods") or [{}]
     count = methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
     if type(size) is int and count in (size - 1, size):
-        if (count == size) == (config.get("speculators_model_type") == "dflash"):
+        if (count == size) == (config.get("speculators_model_type") != "dspark"):
             assume(
                 notes, "sample_from_anchor", count == size, f"by its {count} speculative_tokens of a block_size {size}"
             )
@@ -191,14 +193,23 @@ def _sample_from_anchor(config, said, tensors, notes):
 
 
 def plain_config(config):
-    """config.json in the format dflash. Keys of DSpark stand at the top, where vLLM and SGLang look, and in dflash_config."""
-    anchored, is_dspark = {}, config.edge_rank or config.confidence
-    if config.sample_from_anchor or is_dspark:  # in files without it readers take what their name says
-        anchored["sample_from_anchor"] = config.sample_from_anchor
+    """config.json in the format dflash. Keys of DSpark stand at the top, where vLLM and SGLang look, and in dflash_config.
+
+    Those of DFlash2 are in dflash_config alone, as in z-lab's files, and block_size is there too.
+    """
+    kind = _member(config)
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": [id - 1 for id in config.aux_layer_ids]}
-    dspark = ids | _dspark_keys(config) if is_dspark else {}
+    dspark = ids | _part_keys(config) if kind == "dspark" else {}
+    nested = ids | _part_keys(config)
+    if kind == "dspark":
+        nested["projector_type"] = "dspark"
+    if kind == "dflash2":
+        nested["block_size"] = config.block_size
+    if config.sample_from_anchor or kind == "dspark":  # in files without it readers take what their name says
+        nested["sample_from_anchor"] = config.sample_from_anchor
+    names = {"dspark": "Qwen3DSparkModel", "dflash2": "DFlash2DraftModel", "dflash": "DFlashDraftModel"}
     keys = {
-        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        "architectures": [names[kind]],
         **_layer(config),
         **(
             {SLIDING_IS_CAUSAL: True}
@@ -208,7 +219,7 @@ def plain_config(config):
         **({WINDOW_OF_BLOCK: True} if config.window_of_block else {}),
         "block_size": config.block_size,
         **dspark,
-        "dflash_config": ids | dspark | ({"projector_type": "dspark"} if is_dspark else {}) | anchored,
+        "dflash_config": nested,
     }
     if config.draft_vocab_size is not None:
         keys["draft_vocab_size"] = config.draft_vocab_size
@@ -217,7 +228,7 @@ def plain_config(config):
 
 def speculators_config(config, embedding_is_targets):
     """config.json in the format speculators."""
-    kind = "dspark" if config.edge_rank or config.confidence else "dflash"
+    kind = _member(config)
     layer = _layer(config)
     layer |= {TARGETS_EMBEDDING: True} if embedding_is_targets else {}
     layer |= {TARGETS_LM_HEAD: True} if config.draft_vocab_size is None else {}
@@ -233,7 +244,7 @@ def speculators_config(config, embedding_is_targets):
         "target_hidden_size": config.hidden_size,
         "sliding_window_non_causal": bool(config.sliding_layers) and not config.sliding_is_causal,
         "sample_from_anchor": config.sample_from_anchor,
-        **(_dspark_keys(config) if kind == "dspark" else {}),
+        **_part_keys(config),
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": kind,
@@ -256,10 +267,22 @@ def _layer(config):
     return layer_keys(config) | own | depth
 
 
-def _dspark_keys(config):
-    return {
-        "markov_rank": config.edge_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence and config.confidence_sees_token,
-    }
+def _member(config):
+    """Which member of the family a head is, by its parts."""
+    if config.edge_rank or config.confidence:
+        return "dspark"
+    return "dflash2" if config.selector_rank or config.conv_kernel_size else "dflash"
+
+
+def _part_keys(config):
+    """The keys of a member's parts."""
+    if _member(config) == "dspark":
+        return {
+            "markov_rank": config.edge_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence and config.confidence_sees_token,
+        }
+    selector = {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
+    convolution = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    return (selector if config.selector_rank else {}) | (convolution if config.conv_kernel_size else {})

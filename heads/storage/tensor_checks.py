@@ -34,6 +34,6 @@ def shape_of(tensors, name, num_axes=2):
     tensor = tensors.get(name)
     if tensor is None or tensor.dim() != num_axes:
         found = "missing" if tensor is None else f"{tuple(tensor.shape)}"
-        axes = {1: "one axis", 2: "two axes"}[num_axes]
+        axes = {1: "one axis", 2: "two axes", 3: "three axes"}[num_axes]
         raise ValueError(f"tensor {name} is {found}, expected {axes}; the file holds {list_names(tensors)}")
     return tuple(tensor.shape)

@@ -7,8 +7,25 @@ OWN_PLACE = "it takes slot i for the token at its own place, and this head's slo
 FROM_SLOT = "it counts the window of sliding layers from the slot, and this head's counts from the block"
 
 
-def zlab(files):
+def _dflash2(files):
+    """What every reader of a DFlash2 asks."""
     head = files.head.config
+    if head.selector_rank or head.conv_kernel_size:
+        yield NOTE, "versions before 2026-08 know no DFlash2"
+
+
+def _lone_part(head):
+    """The part of DFlash2 that a head has without the other, in words; "" for none or both."""
+    if bool(head.selector_rank) == bool(head.conv_kernel_size):
+        return ""
+    return "a selector" if head.selector_rank else "convolutions"
+
+
+def zlab(files):
+    yield from _dflash2(files)
+    head = files.head.config
+    if part := _lone_part(head):
+        yield NOTE, f"whether it reads files with {part} alone was not checked"
     if head.edge_rank:
         yield WRONG, "it passes over the edge and drafts by the slots alone"
     if head.sample_from_anchor:
@@ -29,7 +46,8 @@ def zlab(files):
 
 
 def sglang(files):
-    yield from vllm(files)
+    yield from _dflash2(files)
+    yield from _serving(files)
     head = files.head.config
     if head.is_causal:
         yield NOTE, "whether it reads `is_causal` was not checked: this head's slots see only the slots before them"
@@ -38,6 +56,14 @@ def sglang(files):
 
 
 def vllm(files):
+    yield from _dflash2(files)
+    if part := _lone_part(files.head.config):
+        yield NO, f"it builds both of DFlash2's parts, and this head has {part} alone"
+    yield from _serving(files)
+
+
+def _serving(files):
+    """The problems of vLLM and SGLang."""
     head = files.head.config
     if head.window_of_block:
         yield NOTE, FROM_SLOT + ": a slot misses as many of the oldest tokens as slots stand before it, and one"
@@ -62,8 +88,8 @@ def _said(files):
 
 
 def library(files):
-    """No problem: what the format demands is in every file that Headstart reads."""
-    return ()
+    """What the format demands is in every file that Headstart writes in it."""
+    yield from _dflash2(files)
 
 
 READERS = (
@@ -96,12 +122,24 @@ def in_card(head):
         rows.append(("edge", f"of rank {config.edge_rank}, from the token before"))
     if config.confidence:
         rows.append(("confidence", f"from the state{' and the token before' * config.confidence_sees_token}"))
-    return f"A {'DSpark' if config.edge_rank else 'DFlash'} block drafter", "drafts", rows
+    if config.selector_rank:
+        chosen = f"among {config.selector_top_k} tokens by the token before"
+        rows.append(("selector", f"of rank {config.selector_rank}, {chosen}"))
+    if config.conv_kernel_size:
+        shared = f"corrections shared by {config.conv_group_size} channels"
+        rows.append(("convolutions", f"over {config.conv_kernel_size} slots, {shared}"))
+    return f"A {_member(vars(config))} block drafter", "drafts", rows
+
+
+def _member(config):
+    """The name of a member of the family, by its parts.  config: a BlockConfig as a dict"""
+    if config["edge_rank"]:
+        return "DSpark"
+    return "DFlash2" if config["selector_rank"] or config["conv_kernel_size"] else "DFlash"
 
 
 def title(config):
-    kind = "DSpark" if config["edge_rank"] else "DFlash"
-    return f"{kind} block drafter, {config['num_hidden_layers']} layer(s)"
+    return f"{_member(config)} block drafter, {config['num_hidden_layers']} layer(s)"
 
 
 def features(head, depth):

@@ -54,6 +54,13 @@ class HeadProposer(Proposer):
         self.depth = head.num_speculative_tokens
         self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
 
+    def check_tree(self, tree):
+        most = self.head.max_candidates
+        if most is not None and tree.width > most:
+            raise ValueError(
+                f"the tree takes {tree.width} candidates after a node, this head chooses among {most}: narrow the tree"
+            )
+
     def static_tree_file(self):
         """tree.json in the head's folder or its run, else the shipped tree."""
         if not isinstance(self.source, nn.Module):

@@ -16,7 +16,7 @@ from headstart.tests.benchmarks.small_bench import CPU, check_times
     "op",
     [
         "linear", "gated_mlp", "attention", "rms_norm", "layer_norm", "rotary", "embedding", "res_block", "sample", "verify",
-        "commit", "distill-loss", "trained-parts",
+        "commit", "distill-loss", "trained-parts", "block-convolution",
     ],
 )  # fmt: skip
 def test_kernel_times_every_operation(bench, op):

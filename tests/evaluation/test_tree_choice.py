@@ -106,6 +106,7 @@ def test_a_draft_that_is_never_right_is_refused():
 
 
 def test_dynamic_trees_to_try_can_leave_nodes_out():
+    assert {tree.width for tree in dynamic_candidates(2, 8, 5, most=5)} == {2, 4}
     assert [(t.max_depth, t.width, t.num_nodes) for t in dynamic_candidates(2, 8, 5)] == [
         (2, 4, 8),
         (2, 8, 8),

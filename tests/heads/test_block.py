@@ -1,11 +1,14 @@
 """Block drafters against their definition, written out here block by block: features, keys, masks and positions."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from headstart.heads import block as block_module
 from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block_parts import Convolution, Selector
 from headstart.heads.checkpoint import check_head_fits
 from headstart.tests.heads.formats.test_block import SHAPE
 
@@ -40,6 +43,19 @@ def turn(x, positions):
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
+def convolve(w, name, side, read, x):
+    """DFlash2's convolution of x [slots, H] where `read` went into the sublayer, slot by slot. side: 0 before it, 1 after it"""
+    base, projection = w[f"{name}.base_kernel"][side], w[f"{name}.kernel_projection.weight"]
+    taps, groups = len(base), len(projection) // (2 * len(base))
+    found = torch.zeros_like(x)
+    for slot in range(len(x)):
+        corrections = (projection @ read[slot]).view(2, taps, groups)[side]
+        for tap in range(min(taps, slot + 1)):
+            factors = [base[tap, channel] + corrections[tap, channel * groups // H] for channel in range(H)]
+            found[slot] += torch.stack(factors) * x[slot - tap]
+    return found
+
+
 def block_states(head, reaches, features, token, start, size=SIZE):
     """States [size, H] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ...
 
@@ -53,7 +69,10 @@ def block_states(head, reaches, features, token, start, size=SIZE):
     for i in range(SHAPE["num_hidden_layers"]):
         at = f"layers.{i}."
         q, k, v, o = (w[f"{at}self_attn.{one}_proj.weight"] for one in "qkvo")
-        y = norm(x, w[f"{at}input_layernorm.weight"])
+        y = read = norm(x, w[f"{at}input_layernorm.weight"])
+        convolves = f"{at}mlp_conv.base_kernel" in w
+        if convolves:
+            y = convolve(w, f"{at}attention_conv", 0, read, read)
 
         def heads(z):
             return z.unflatten(-1, (-1, D)).transpose(0, 1)
@@ -73,17 +92,34 @@ def block_states(head, reaches, features, token, start, size=SIZE):
                     kept = window if of_block else window - 1 - slot  # of the context
                     scores[slot, : max(length - max(kept, 0), 0)] = -torch.inf
             out.append(scores.softmax(-1) @ values[head_number // 2])
-        x = x + torch.cat(out, -1) @ o.T
-        y = norm(x, w[f"{at}post_attention_layernorm.weight"])
+        out = torch.cat(out, -1) @ o.T
+        x = x + (convolve(w, f"{at}attention_conv", 1, read, out) if convolves else out)
+        y = read = norm(x, w[f"{at}post_attention_layernorm.weight"])
+        if convolves:
+            y = convolve(w, f"{at}mlp_conv", 0, read, read)
         gate, up, down = (w[f"{at}mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
-        x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        out = (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        x = x + (convolve(w, f"{at}mlp_conv", 1, read, out) if convolves else out)
     return norm(x, w["norm.weight"])
+
+
+def selected(head, logits, state, before):
+    """Scores [V] by DFlash2's selector: of the likeliest tokens, the token before's fit to each; minus infinity for others."""
+    w = {name: tensor.double() for name, tensor in head.candidate_selector.state_dict().items()}
+    gate = w["predecessor_codebook"][before] * (w["hidden_projection.weight"] @ state)
+    found = torch.full_like(logits, -torch.inf)
+    for token in sorted(range(V), key=lambda one: -logits[one])[: head.config.selector_top_k]:
+        found[token] = logits[token] + gate @ w["successor_codebook"][token]
+    return found
 
 
 def block_logits(head, reaches, features, tokens, start, lm_head):
     """Logits [5, V] of a block whose first slot holds tokens[0], if tokens[1:] are those before its later predictions."""
     size, lm_head = SIZE - head.config.sample_from_anchor, lm_head if head.lm_head is None else head.lm_head.weight
-    logits = block_states(head, reaches, features, tokens[0], start, size)[size - 5 :] @ lm_head.double().T
+    states = block_states(head, reaches, features, tokens[0], start, size)[size - 5 :]
+    logits = states @ lm_head.double().T
+    if head.candidate_selector is not None:
+        return torch.stack([selected(head, logits[k], states[k], tokens[k]) for k in range(5)])
     if head.markov_head is None:
         return logits
     w1, w2 = head.markov_head.markov_w1.weight.double(), head.markov_head.markov_w2.weight.double()
@@ -92,7 +128,10 @@ def block_logits(head, reaches, features, tokens, start, lm_head):
 
 @torch.no_grad()
 def largest_error(head, is_causal=False, reaches=None):
-    """The largest difference of all predictions of all blocks from the definition, of the largest logit."""
+    """The largest difference of all predictions of all blocks from the definition, of the largest logit.
+
+    Infinite where other tokens have a score at all.
+    """
     reaches = reaches or [(is_causal, None, False)] * 2
     features, tokens, lm_head = inputs()
     predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
@@ -103,18 +142,29 @@ def largest_error(head, is_causal=False, reaches=None):
             read = features[row, begin : last + 1]
             given = torch.cat((tokens[row, last + 1 :], torch.zeros(5, dtype=torch.int64)))  # 0 after the row's end
             wanted = block_logits(head, reaches, read, given, POSITIONS[row, begin], lm_head)
-            worst = max(worst, (found[row * T + last] - wanted).abs().max().item())
-            largest = max(largest, wanted.abs().max().item())
+            scored = wanted > -torch.inf
+            if not torch.equal(found[row * T + last] > -torch.inf, scored):
+                return torch.inf
+            worst = max(worst, (found[row * T + last] - wanted)[scored].abs().max().item())
+            largest = max(largest, wanted[scored].abs().max().item())
     return worst / largest
 
 
-@pytest.mark.parametrize(
-    ("edge_rank", "anchored", "draft_vocab_size"), [(0, False, None), (0, True, V), (3, False, 20), (3, True, None)]
-)
+MEMBERS = {
+    "dflash": {},
+    "dflash-anchored-lm_head": dict(sample_from_anchor=True, draft_vocab_size=V),
+    "dspark-draft_vocabulary": dict(edge_rank=3, draft_vocab_size=20),
+    "dspark-anchored": dict(edge_rank=3, sample_from_anchor=True),
+    "dflash2": dict(selector_rank=3, selector_top_k=7, conv_kernel_size=2, conv_group_size=4),
+    "dflash2-selector-lm_head": dict(selector_rank=5, draft_vocab_size=V),
+    "dflash2-convolution-draft_vocabulary": dict(conv_kernel_size=3, conv_group_size=24, draft_vocab_size=20),
+}
+
+
+@pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_predictions_equal_the_definition(is_causal, edge_rank, anchored, draft_vocab_size):
-    shape = dict(edge_rank=edge_rank, sample_from_anchor=anchored, draft_vocab_size=draft_vocab_size)
-    head = make(is_causal=is_causal, **shape)
+def test_predictions_equal_the_definition(is_causal, member):
+    head = make(is_causal=is_causal, **MEMBERS[member])
     assert largest_error(head, is_causal) < 1e-5
     assert largest_error(head, not is_causal) > 1e-3
 
@@ -189,6 +239,84 @@ def test_an_edge_starts_without_effect():
     assert heads[1].markov_head.markov_w2.weight.grad.abs().min() > 0
 
 
+DFLASH2 = MEMBERS["dflash2"]
+
+
+def test_dflash2_starts_as_the_dflash_that_it_is_given():
+    torch.manual_seed(0)
+    heads = [BlockHead(BlockConfig(**SHAPE, **changes)) for changes in ({}, DFLASH2)]
+    new = heads[1].load_state_dict(heads[0].state_dict(), strict=False).missing_keys  # all but DFlash2's parts
+    assert len(new) == 3 + 2 * 2 * 2
+    features, tokens, lm_head = inputs()
+    found = []
+    for head in heads:
+        head.take_embedding(torch.ones(V, H) * torch.arange(V)[:, None])
+        predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
+        found.append([predictions.logits(state, k) for k, state in enumerate(predictions.states)])
+    for plain, corrected in zip(*found):
+        kept = corrected > -torch.inf
+        assert torch.equal(kept, plain >= plain.topk(7).values[:, -1:])
+        assert torch.equal(plain[kept], corrected[kept])
+    found[1][0][found[1][0] > -torch.inf].square().sum().backward()
+    learns = {name for name, one in heads[1].named_parameters() if one.grad is not None and one.grad.any()}
+    # A and P are multiplied by B, which is zero in the first step.
+    assert {*new} - learns == {f"candidate_selector.{x}" for x in ("predecessor_codebook", "hidden_projection.weight")}
+
+
+def convolve_across_blocks(self, x, base, corrections):
+    """A mutant of Convolution.convolve: the blocks of a row are one."""
+    mutant = deepcopy(self)
+    mutant.block_size = x.shape[-2]
+    return CONVOLVE(mutant, x, base, corrections)
+
+
+CONVOLVE = Convolution.convolve
+DFLASH2_MUTANTS = {
+    "a tap that reads the block before": (Convolution, "convolve", convolve_across_blocks),
+    "the corrections of the other side": (
+        *(Convolution, "corrections"),
+        lambda self, x, right=Convolution.corrections: right(self, x)[::-1],
+    ),
+    "the kernel of what goes in for what comes out": (
+        *(Convolution, "convolve"),
+        lambda self, x, base, corrections: CONVOLVE(self, x, self.base_kernel[0], corrections),
+    ),
+    "candidates one too few": (
+        *(Selector, "candidates"),
+        lambda self, logits: logits.topk(self.top_k - 1).indices,
+    ),
+    "the slot's own token": (
+        *(Selector, "before"),
+        lambda self, tokens, right=Selector.before: right(self, tokens.roll(-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", DFLASH2_MUTANTS)
+def test_wrong_parts_of_dflash2_are_caught(monkeypatch, mutant):
+    monkeypatch.setattr(*DFLASH2_MUTANTS[mutant])
+    assert largest_error(make(**DFLASH2)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(selector_rank=3, edge_rank=3), "has parts of DSpark .* and of DFlash2"),
+        (
+            dict(conv_kernel_size=2, conv_group_size=8, confidence=True, confidence_sees_token=False),
+            "no file holds both",
+        ),
+        (dict(selector_rank=3, selector_top_k=51), "selector_top_k must be from 2 to 50, got 51"),
+        (dict(selector_rank=3, draft_vocab_size=20), "must be the vocab_size 50 or None with a selector"),
+        (dict(conv_kernel_size=7, conv_group_size=8), "at most the block's 6 slots, got 7"),
+        (dict(conv_kernel_size=2), "conv_group_size must divide the hidden_size 24, got 16"),
+    ],
+)
+def test_parts_of_dflash2_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
 @pytest.mark.parametrize("mutant", ["the token itself", "the token of the block's start"])
 def test_an_edge_that_reads_another_token_is_caught(monkeypatch, mutant):
     head, (features, tokens, lm_head) = make(edge_rank=3), inputs()
@@ -218,9 +346,10 @@ def test_confidence_equals_the_definition(sees_token):
 
 
 def test_weights_that_drafting_reads_are_counted():
-    plain, edged = make().draft_bytes(100), make(edge_rank=3).draft_bytes(100)
-    of_w2 = 4 * V * 3
+    plain, edged, both = (make(**one).draft_bytes(100) for one in ({}, dict(edge_rank=3), DFLASH2))
+    of_w2, of_p, of_convolutions = 4 * V * 3, 4 * 3 * H, 4 * 2 * 2 * (2 * 2 * H + 2 * 2 * 6 * H)
     assert edged == plain | {"first": plain["first"] + of_w2, "level": of_w2}
+    assert both == plain | {"first": plain["first"] + of_p + of_convolutions}
 
 
 def with_mask(change):
@@ -263,7 +392,7 @@ def test_context_keys_one_position_late_are_caught(monkeypatch):
     assert largest_error(make()) > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, dict(edge_rank=3), dict(edge_rank=3, sample_from_anchor=True)])
+@pytest.mark.parametrize("changes", [{}, dict(edge_rank=3), dict(edge_rank=3, sample_from_anchor=True), DFLASH2])
 @torch.no_grad()
 def test_outputs_at_some_rows_are_those_of_predict(changes):
     head, (features, tokens, lm_head) = make(**changes), inputs()
@@ -272,7 +401,11 @@ def test_outputs_at_some_rows_are_those_of_predict(changes):
     packed = features[:1], following, POSITIONS[:1], DOCUMENTS[:1]
     predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
     for depth, found in enumerate(head.outputs_at(rows, *packed, lm_head_weight=lm_head)):
-        torch.testing.assert_close(found, predictions.logits(predictions.states[depth][rows], depth))
+        logits = predictions.whole_logits or predictions.logits  # checks compare finite numbers
+        torch.testing.assert_close(found, logits(predictions.states[depth][rows], depth))
+        drafted = predictions.logits(predictions.states[depth][rows], depth)
+        torch.testing.assert_close(found.where(drafted > -torch.inf, -torch.inf), drafted)
+        assert found.isfinite().all()
     assert [x.shape for x in head.outputs_at(rows, *packed)] == [(3, H)] * 3
 
 

@@ -31,8 +31,11 @@ HEADS = {
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"norm_before_residual": True})),
     "dflash": lambda: BlockHead(BlockConfig(**BLOCK)),
     "dflash-dspark": lambda: BlockHead(BlockConfig(**BLOCK | DSPARK)),
+    "dflash-dflash2": lambda: BlockHead(BlockConfig(**BLOCK | DFLASH2)),
+    "dflash-convolutions": lambda: BlockHead(BlockConfig(**BLOCK | dict(conv_kernel_size=2, conv_group_size=2))),
 }
 DSPARK = dict(edge_rank=3, confidence=True, sample_from_anchor=True, draft_vocab_size=11)
+DFLASH2 = dict(selector_rank=3, selector_top_k=4, conv_kernel_size=2, conv_group_size=2)
 SAID = {
     "mlp-speculator": [
         "| text-generation-inference | yes, but it takes no notice of `scale_input`",
@@ -63,15 +66,31 @@ SAID = {
         "| vLLM | yes |",
         "These files hold a copy of the lm_head of the target",
     ],
+    "dflash-dflash2": [
+        "A DFlash2 block drafter",
+        "| selector | of rank 3, among 4 tokens by the token before |",
+        "| convolutions | over 2 slots, corrections shared by 2 channels |",
+        "| z-lab's code | yes |",
+        "| vLLM | yes |",
+    ],
+    "dflash-convolutions": [
+        "| vLLM | no: it builds both of DFlash2's parts, and this head has convolutions alone",
+        "| SGLang | yes |",
+    ],
     "speculators": ["| SGLang | no: it knows no `norm_before_residual`, which is true here |"],
 }
+
+
+def format_of(name):
+    """The format of a name of HEADS."""
+    return "dflash" if name.startswith("dflash") else name
 
 
 @pytest.mark.parametrize("format", HEADS)
 def test_every_format_is_exported_and_read_back(tmp_path, capsys, format):
     torch.manual_seed(0)
     head, said_of = HEADS[format](), SAID[format]
-    format = format.removesuffix("-dspark")
+    format = format_of(format)
     save_head(head, tmp_path / "source")
     arguments = [str(tmp_path / "source"), "--format", format, "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main(arguments) == 0, capsys.readouterr().err
@@ -110,7 +129,7 @@ def test_a_head_without_its_embedding_is_exported_without(tmp_path, format):
 
 @pytest.mark.parametrize("format", HEADS)
 def test_what_reads_back_differently_is_no_export(tmp_path, format):
-    head, format = HEADS[format](), format.removesuffix("-dspark")
+    head, format = HEADS[format](), format_of(format)
     save_head(head, tmp_path / "out", format=format)
     compare_with_source(tmp_path / "out", head, format)
     with torch.no_grad():
@@ -142,12 +161,16 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
     assert said not in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tmp_path):
+@pytest.mark.parametrize("parts", [dict(edge_rank=3, sample_from_anchor=True), DFLASH2], ids=["dspark", "dflash2"])
+def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tmp_path, parts):
     target = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=4, num_attention_heads=4)
     model = LlamaForCausalLM(target)
     model.save_pretrained(tmp_path / "target")
-    head = BlockHead(BlockConfig(**BLOCK | dict(edge_rank=3, sample_from_anchor=True)))
-    torch.nn.init.normal_(head.markov_head.markov_w2.weight)
+    head = BlockHead(BlockConfig(**BLOCK | parts))
+    weight = next(
+        weight for name, weight in head.named_parameters() if name.endswith(("markov_w2.weight", "successor_codebook"))
+    )
+    torch.nn.init.normal_(weight)
     save_head(head, tmp_path / "source")
     for source, format in (("source", "speculators"), ("speculators", "dflash")):
         arguments = [str(tmp_path / source), "--format", format, "--output", str(tmp_path / format)]
@@ -155,11 +178,11 @@ def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tm
         assert main(["verify", str(tmp_path / format), "--model", str(tmp_path / "target")]) == 0
         loaded = load_head(tmp_path / format)
         assert (loaded.uses_target_lm_head, loaded.needs_embedding) == (True, format == "dflash")
-        assert torch.equal(loaded.markov_head.markov_w2.weight, head.markov_head.markov_w2.weight)
+        assert any(torch.equal(one, weight) for one in loaded.parameters())
     tensors = load_file(tmp_path / "speculators" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
     assert torch.equal(tensors["embed_tokens.weight"], model.model.embed_tokens.weight)
     card = (tmp_path / "speculators" / "README.md").read_text()
     assert "These files hold a copy of the lm_head and of the embedding of the target" in card
-    assert "| the `speculators` library | yes |" in card
+    assert "| the `speculators` library | yes" in card
     assert "hold a copy" not in (tmp_path / "dflash" / "README.md").read_text()

@@ -143,6 +143,8 @@ def test_draft_vocabulary_chosen_from_the_data_keeps_the_rows_it_shares(
         ("block", {"sliding_window": 6}, r"has sliding_layers \(\), this run asks for \(0,\): leave it out"),
         ("block", {"edge_rank": 5}, "has edge_rank 4, this run asks for 5: set it to 4"),
         ("block", {"edge_rank": 0}, "has edge_rank 4, this run asks for 0: set it to 4"),
+        ("block", {"edge_rank": 0, "selector_rank": 3}, "has edge_rank 4, this run asks for 0: set it to 4"),
+        ("block", {"selector_rank": 3}, "set edge_rank to 0"),
         ("block", {"is_causal": True}, "has is_causal False, this run asks for True: set it to False"),
     ],
 )
@@ -187,6 +189,36 @@ def test_block_drafter_gets_the_edge_and_the_slots_that_its_start_has_not(traine
     assert all(
         torch.equal(after.get_parameter(name), one) for name, one in before.named_parameters() if "embed" not in name
     )
+
+
+def test_block_drafter_gets_the_parts_of_dflash2_that_its_start_has_not(trainers, start, capsys):
+    """Without effect at first: the drafts are the start's."""
+    folder = start("block", edge_rank=0)
+    keys = {"edge_rank": 0, "max_steps": 1, "lr": 0, "start_from": folder}
+    parts = {"selector_rank": 3, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 8}
+    run = trainers["block"].run(**keys, **parts)
+    said = capsys.readouterr().err
+    assert "new, as the start has none: " in said
+    assert "candidate_selector.successor_codebook" in said
+    before, after = load_head(folder), load_head(run)
+    assert {name: getattr(after.config, name) for name in parts} == parts
+    torch.manual_seed(0)
+    embedding, lm_head, tokens = torch.randn(48, 32), torch.randn(48, 32), torch.randint(48, (1, 9))
+    batch = torch.randn(1, 9, 64), tokens, torch.arange(9)[None], torch.zeros_like(tokens)
+    for head in (before, after):
+        head.take_embedding(embedding)
+    plain, corrected = (head.predict(*batch, lm_head) for head in (before, after))
+    for k in range(3):
+        one, other = (found.logits(found.states[k], k) for found in (plain, corrected))
+        assert torch.equal(one[other > -torch.inf], other[other > -torch.inf])
+    again = {"output": run.parent / "again", "start_from": run}
+    for changed, message in (
+        ({"selector_rank": 4}, "has selector_rank 3, this run asks for 4: set it to 3"),
+        ({"selector_rank": 0}, "has selector_rank 3, this run asks for 0: set it to 3"),
+        ({"conv_group_size": 4}, "has conv_group_size 8, this run asks for 4: set it to 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainers["block"].main(**keys | parts | again | changed)
 
 
 def test_block_drafter_keeps_the_draft_vocabulary_of_its_start(trainers, finished):

@@ -32,6 +32,7 @@ class Kind:
     acceptance_length: float  # it comes to more
 
 
+BEHIND_B = ("candidate_selector.predecessor_codebook", "candidate_selector.hidden_projection.weight")
 BLOCKS = {"lr": 0.02, "max_steps": 36, "num_anchors": 40}
 KINDS = {
     "medusa": Kind("medusa", {"num_layers": 2, "lr": 0.03, "max_steps": 20}, 1.7),
@@ -47,6 +48,11 @@ KINDS = {
     "block": Kind("block", BLOCKS | {"edge_rank": 0}, 1.5),
     "block, edge": Kind("block", BLOCKS | {"edge_rank": 16}, 1.8),
     "block, draft vocabulary": Kind("block", BLOCKS | {"edge_rank": 16, "draft_vocab_size": 40}, 1.4),
+    "block, dflash2": Kind(
+        "block",
+        BLOCKS | {"edge_rank": 0, "selector_rank": 16, "conv_kernel_size": 2, "conv_group_size": 8},
+        1.8,
+    ),
     "eagle3, narrow": Kind("eagle3", {"lr": 0.02, "max_steps": 36, "draft_vocab_size": 0, "hidden_size": 16}, 2.5),
 }
 
@@ -99,7 +105,8 @@ def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(trained, cou
             assert gradient is None
             assert torch.equal(found.live[one], found.before[one])
         else:
-            behind_zeros = one == "markov_head.markov_w1.weight"  # W2 starts at zero
+            # What is multiplied by W2 of an edge or by B of a selector, which start at zero.
+            behind_zeros = one in ("markov_head.markov_w1.weight", *BEHIND_B)
             assert gradient.abs().max() > 1e-6 or behind_zeros, one
             assert (after[one] - found.before[one]).abs().max() > 1e-3, one
 

@@ -122,6 +122,7 @@ BLOCK_CHANGES = {
     "depth_weights": "none",
     "gamma": 1,
 }
+DFLASH2 = {"edge_rank": 0, "selector_rank": 3, "selector_top_k": 12, "conv_kernel_size": 2, "conv_group_size": 4}
 JOINT_CHANGES = {
     "target_lr": 0.01,
     "lora_rank": 2,
@@ -196,6 +197,8 @@ TRAININGS = {
                 CHEAP | {"sliding_window": 6},
                 {"num_full_layers": 0, "sliding_is_causal": False, "window_of_block": True},
             ),
+            (CHEAP | {"edge_rank": 0}, {"selector_rank": 3, "conv_kernel_size": 2}),
+            (CHEAP | DFLASH2, {"selector_top_k": 3, "selector_weight": 0.1, "conv_group_size": 8}),
         ],
         elsewhere=frozenset({"checkpoint_activations"}),
     ),

@@ -3,7 +3,7 @@
 An anchor is a supervised token x_a, with a token of its document before it and a supervised one after it. Its block sees the
 features of that document up to place a - 1 and holds x_a in its first slot, as in drafting, where x_a is the newest token. Depth k
 (from 0) predicts x_{a+1+k}: a label if that token is supervised and of the anchor's document. Its soft label is the target's
-distribution at a + k, and an edge is given the text's own x_{a+k}.
+distribution at a + k, and an edge or a selector is given the text's own x_{a+k}.
 
     loss = sum over anchors and depths of weight row_loss / number of labels of the whole optimiser step, of all depths and ranks
 
@@ -14,6 +14,11 @@ arXiv 2605.18810; for the hard loss, whose q_i = exp(-loss_i) is the chance of t
 
 A head with a confidence learns the rate of acceptance: the label of a slot's confidence is alpha = sum min(p, q), held fixed, and
 the binary cross entropy from it, times confidence_weight, is added to row_loss, as in DSpark.
+
+A head with a selector learns in row_loss the scores U of its slots alone, which decide who the candidates are. Their choice is
+learnt from the cross entropy of the selector's scores S over the candidates against the text's token: selector_weight times it is
+added to row_loss. Where that token is no candidate there is nothing to choose, and the term is 0, as NVIDIA's trainer has it; the
+speculators library puts the token in the last candidate's place instead. Its gradient reaches U too.
 
 Anchors are drawn from the run's seed, the step and the row's place in the step, so every rank knows those of all ranks. Blocks are
 projected a few at a time, all depths in one product, and the backward of each chunk follows at once: no tensor of [all labels, V]
@@ -41,11 +46,13 @@ _NO_ANCHOR = 1  # stands where a row has fewer anchors than another; its block h
 class BlockObjective(Objective):
     """An Objective of blocks.
 
-    dynamic: D-PACE's weights instead of those of the depths; confidence_weight: of the confidence's loss; 0: there is none.
+    dynamic: D-PACE's weights instead of those of the depths; confidence_weight: of the confidence's loss, selector_weight: of the
+    selector's; 0: there is none.
     """
 
     dynamic: bool = False
     confidence_weight: float = 0.0
+    selector_weight: float = 0.0
 
     @property
     def needs_target(self):
@@ -113,15 +120,15 @@ def accumulate_block_gradients(
     lm_head: the target's, a module; objective: BlockObjective of K depths; num_labels: the divisor, the labels of the whole
     optimiser step on all ranks. A label outside a draft vocabulary has no hard loss: it counts only in num_labels. Under
     torch.no_grad only the totals are made.
-    Returns fp64 [K, 7], per depth: sum of losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits, top-5
+    Returns fp64 [K, 10], per depth: sum of losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits, top-5
     hits and the sum of rates of acceptance if the target's distribution is needed; then the sum of what is minimised, and of the
-    confidence's losses.
+    confidence's losses; of a selector the sum of losses, of labels that are its first choice, and of labels among its candidates.
     """
     device, K, loss = states.device, states.shape[2], objective.loss
-    confident = objective.confidence_weight > 0
+    confident, selects = objective.confidence_weight > 0, objective.selector_weight > 0
     with_hits = with_hits or objective.adapts or confident
     weight, draft_ids, ids = cast_lm_head(lm_head.weight, states.dtype), head.draft_token_ids, input_ids.flatten()
-    totals = torch.zeros(K, 7, dtype=torch.float64, device=device)
+    totals = torch.zeros(K, 10, dtype=torch.float64, device=device)
     flat, carries = states.detach().flatten(0, 1), states.requires_grad and torch.is_grad_enabled()  # [B R, K, H]
     gradients = torch.zeros_like(flat) if carries else None
     outside = None
@@ -140,7 +147,11 @@ def accumulate_block_gradients(
             tokens = outside[tokens]
             valid = valid & (tokens >= 0) if loss.needs_label else valid
         rows = flat[chosen].transpose(0, 1).flatten(0, 1).requires_grad_(carries)  # [K C, H], depth by depth
-        logits = head.logits(rows, previous.flatten(), weight)  # [K C, V]
+        if selects:
+            logits = head.slot_logits(rows, weight)  # [K C, V]
+            choice = Choice(head.candidate_selector, logits.detach(), rows, previous.flatten(), tokens, valid)
+        else:
+            logits = head.logits(rows, previous.flatten(), weight)
         gradient = logits.detach()  # the same memory; no backward reads the logits
         found = []
         for k, part in enumerate(gradient.chunk(K)):
@@ -175,6 +186,13 @@ def accumulate_block_gradients(
             given.append(None)
             weighed = weighed + weighed_unsure.detach()
             totals[:, 6] += unsure.detach().sum(1)
+        if selects:
+            weighed_choice = objective.selector_weight * weights * choice.losses
+            if carries:
+                (weighed_choice.sum() / num_labels).backward()
+                choice.add_gradient(gradient)
+            weighed = weighed + weighed_choice.detach()
+            totals[:, 7:] += choice.figures
         if logits.requires_grad:
             torch.autograd.backward(ends, given)
         if carries:
@@ -186,6 +204,31 @@ def accumulate_block_gradients(
     if carries:
         states.backward(gradients.view_as(states))
     return totals
+
+
+class Choice:
+    """A selector's choice at [K, C] labels: its losses, 0 where not valid or where the label is no candidate.
+
+    logits [K C, V]: U, read before their gradient overwrites them; rows [K C, H]: states; before [K C]: the tokens before;
+    tokens and valid [K, C]: the labels
+    """
+
+    def __init__(self, selector, logits, rows, before, tokens, valid):
+        self.candidates = selector.candidates(logits)  # [K C, top_k]
+        self.unary = logits.gather(1, self.candidates).to(torch.promote_types(logits.dtype, torch.float32))
+        self.unary.requires_grad_(rows.requires_grad)
+        scores = selector.scores(self.unary, self.candidates, rows, selector.before(before))
+        same = self.candidates == tokens.flatten()[:, None]
+        found = same.any(1) & valid.flatten()
+        losses = F.cross_entropy(scores, same.to(torch.uint8).argmax(1), reduction="none") * found
+        self.losses = losses.view_as(valid)
+        first = found & same.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+        figures = torch.stack((losses.detach(), first, found))  # [3, K C]
+        self.figures = figures.unflatten(1, valid.shape).sum(2).T  # [K, 3]
+
+    def add_gradient(self, gradient):
+        """Add the losses' gradient by U, after their backward, to that of the logits [K C, V]."""
+        gradient.scatter_add_(1, self.candidates, self.unary.grad.to(gradient.dtype))
 
 
 def _chunks(blocks, row_length, size):
@@ -213,10 +256,17 @@ def dynamic_weights(losses, valid):
 
 
 def summarize_blocks(totals, objective, num_labels):
-    """`summarize` of the totals of `accumulate_block_gradients`, with the loss that was minimised, and the confidence's."""
+    """`summarize` of the totals of `accumulate_block_gradients`, with the loss that was minimised, and those of other parts.
+
+    A selector's top1 is the share of labels that are its first choice, its recall that of labels among its candidates.
+    """
     line = summarize(totals[:, :5], objective, num_labels)
     line["loss"] = totals[:, 5].sum().item() / num_labels
     if objective.confidence_weight:
         for k, (total, count) in enumerate(totals[:, [6, 1]].tolist()):
             line[f"head{k}_confidence_loss"] = total / max(count, 1)
+    if objective.selector_weight:
+        for k, (count, *figures) in enumerate(totals[:, [1, 7, 8, 9]].tolist()):
+            for name, total in zip(("loss", "top1", "recall"), figures):
+                line[f"head{k}_selector_{name}"] = total / max(count, 1)
     return line

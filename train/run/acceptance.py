@@ -12,6 +12,7 @@ forward KL from the target's distribution, whatever the run minimises, so that a
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -242,12 +243,16 @@ class AcceptanceMeter:
 
     @torch.no_grad()
     def _head_loss(self, rows):
-        """(sum over labels and depths of the forward KL, their number) on packed rows."""
+        """(sum over labels and depths of the forward KL, their number) on packed rows.
+
+        Of a head that chooses among a few tokens, the KL of its whole logits: that of its choice would be infinite.
+        """
         objective = Objective(Loss("kl"), [1.0] * self.head.num_speculative_tokens)
         shared = {"lm_head": self.target.lm_head, "objective": objective, "chunk_tokens": self.chunk_tokens}
         total = torch.zeros(2, dtype=torch.float64)
         for row in range(len(rows)):
             predictions, labels, last = self._predict(*select_rows(rows, [row], self.target.lm_head.weight.device))
+            predictions = replace(predictions, logits=predictions.whole_logits or predictions.logits)
             figures = accumulate_gradients(predictions, last, labels, num_labels=1, **shared)
             total += figures[:, :2].sum(0).cpu()
         return total.tolist()

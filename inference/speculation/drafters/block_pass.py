@@ -15,12 +15,15 @@ Letters: B requests, S slots of a block, K depths, M rows, F width of the target
 L committed length.
 """
 
+from functools import partial
+
 import torch
 
 from ....heads.layers import rope_frequencies
 from ....kernels.attention.attention_fold import AttentionOptions
 from ....kernels.attention.rotary_kv_write import rotary_kv_write
 from ....kernels.attention.tree_attention import build_tree_index
+from ....kernels.block_convolution import block_convolution
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
@@ -77,29 +80,40 @@ class BlockPass(Drafter):
 
     def marginals(self, batch, num_depths):
         """The scores of the first depths by the pass alone, over the draft vocabulary.  batch: BatchRows  ->  logits [K, B, VD]"""
+        self.kept = self.states(batch, num_depths)
+        return self.logits(self.kept)
+
+    def states(self, batch, num_depths):
+        """The normed states of the slots that predict the first depths.  batch: BatchRows  ->  [K, B, H]"""
         tokens = torch.cat((batch.root[:, None], self.masks.expand(len(batch.root), -1)), 1)  # [B, S]
         positions = batch.committed[:, None] + self.slots
         rows = tokens.flatten(), positions.flatten(), batch.places(0, self.size).flatten()
         passes = {reach: ForwardPass(*rows, self._index(batch, reach)) for reach in {*self.reaches}}
         residual, parts = embed(rows[0], self.head.embed_tokens.weight).to(self.dtype), None
-        for layer, reach, layer_kv in zip(self.layers, self.reaches, self.kv):
+        for layer, own, reach, layer_kv in zip(self.layers, self.head.layers, self.reaches, self.kv):
             x, residual = layer.input_norm(residual, parts)
-            parts, residual = layer(x, residual, passes[reach], layer_kv)
+            attention = partial(layer.attention, forward_pass=passes[reach], layer_kv=layer_kv)
+            parts = _around(own.attention_conv, attention, x)
+            x, residual = layer.post_norm(residual, parts)
+            parts = _around(own.mlp_conv, layer.mlp, x)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)  # [K, B, H]
-        self.states, drafted = drafted, drafted.flatten(0, 1)
+        return state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)
+
+    def logits(self, states):
+        """[K, B, H] -> [K, B, VD]"""
+        rows = states.flatten(0, 1)
         if self.head.uses_target_lm_head:
-            logits = self.decoder.logits(drafted.to(self.decoder.dtype))
+            logits = self.decoder.logits(rows.to(self.decoder.dtype))
         else:
-            logits = lm_head_logits(drafted, self.head.lm_head.weight)
-        return logits.view(num_depths, len(tokens), -1)
+            logits = lm_head_logits(rows, self.head.lm_head.weight)
+        return logits.view(*states.shape[:2], -1)
 
     def confidence(self, depths, rows=None):
         """How sure the head is that the first nodes of some depths are accepted, if those before them are.
 
         depths: a slice of K; rows [K, B, r]: of W1 for the tokens before, where the confidence sees them  ->  fp32 [K, B]
         """
-        proj, read = self.head.confidence_head.proj, self.states[depths]
+        proj, read = self.head.confidence_head.proj, self.kept[depths]
         if self.head.config.confidence_sees_token:
             read = torch.cat((read, rows.to(read.dtype)), -1)
         return ((read.float() * proj.weight[0].float()).sum(-1) + proj.bias.float()).sigmoid()
@@ -165,3 +179,13 @@ class BlockPass(Drafter):
                 eps=attention.eps,
                 shared=shared,
             )
+
+
+def _around(convolution, sublayer, x):
+    """A sublayer between the head's convolutions (heads/block_parts.py), if it has them.  x [M, H], sublayer: to parts [., M, H]"""
+    if convolution is None:
+        return sublayer(x)
+    (before, after), size = convolution.base_kernel, convolution.block_size
+    ingoing, outgoing = convolution.corrections(linear(x, convolution.kernel_projection.weight))
+    x = block_convolution(x, before, ingoing, size)
+    return block_convolution(sublayer(x), after, outgoing, size)[None]

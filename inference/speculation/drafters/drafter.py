@@ -25,12 +25,13 @@ class Drafter:
     extra_places: number of places after the tree's nodes to which it writes keys and values
     tells_confidence: whether its drafts have a confidence, where it has one; set by who reads it
     autoregressive: whether a token's distribution depends on the tokens drafted before it
+    max_candidates: the most tokens after a node that it has scores for; None: all of them
     num_speculative_tokens: depth of its drafts
     """
 
     streams = ()
     autoregressive = False
-    state_shape = None
+    state_shape = max_candidates = None
     kv_shape = None
     lookahead = 0
     extra_places = 0

@@ -44,6 +44,7 @@ def file_of(head=None):
 
 
 DSPARK = dict(edge_rank=3, confidence=True, sample_from_anchor=True)
+DFLASH2 = dict(selector_rank=3, selector_top_k=7, conv_kernel_size=2, conv_group_size=4)
 VARIANTS = {
     "dflash": {},
     "dflash-causal": dict(is_causal=True),
@@ -62,6 +63,20 @@ VARIANTS = {
     "dspark-all": DSPARK | dict(draft_vocab_size=20, confidence_sees_token=False, sample_from_anchor=False),
     "dspark-edge": dict(edge_rank=3),
     "dspark-confidence": dict(confidence=True, confidence_sees_token=False),
+    "dflash2": DFLASH2,
+    "dflash2-lm_head": DFLASH2 | dict(draft_vocab_size=50, conv_kernel_size=3, conv_group_size=24),
+    "dflash2-selector": dict(selector_rank=3, selector_top_k=7),
+    "dflash2-convolution": dict(conv_kernel_size=2, conv_group_size=8, draft_vocab_size=20),
+    "dflash2-anchored": DFLASH2 | dict(sample_from_anchor=True),
+}
+REFUSED = {  # by the format speculators
+    "dflash-causal": "let a slot see its whole block",
+    "dflash-sliding": "this head's counts from the slot",
+    "dflash-sliding-causal": "this head's counts from the slot",
+    "dflash-sliding-all_causal": "let a slot see its whole block",
+    "dflash2-selector": "build both of DFlash2's parts, and this head has a selector alone",
+    "dflash2-convolution": "build both of DFlash2's parts, and this head has convolutions alone",
+    "dflash2-anchored": "refuse a selector where every slot predicts the next token",
 }
 
 
@@ -74,13 +89,8 @@ def test_every_variant_is_read_back(tmp_path, variant, format, own_embedding):
         ids = torch.randperm(50)[:20].sort().values
         head.set_draft_vocabulary(ids - torch.arange(20), torch.isin(torch.arange(50), ids))
     head.embedding_is_targets = not own_embedding
-    refused = None
-    if format == "speculators" and head.config.is_causal:
-        refused = "let a slot see its whole block"
-    elif format == "speculators" and head.config.sliding_layers and not head.config.window_of_block:
-        refused = "this head's counts from the slot"
-    if refused:
-        with pytest.raises(ValueError, match=refused):
+    if format == "speculators" and variant in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[variant]):
             save_head(head, tmp_path / "head", format, lm_head_weight=lm_head)
         return
     save_head(head, tmp_path / "head", format, lm_head_weight=lm_head)
@@ -155,6 +165,67 @@ def test_dspark_s_keys_stand_where_its_readers_look():
     assert {key: config[key] for key in dspark} == dspark
     assert config["dflash_config"] == dspark | dict(projector_type="dspark", sample_from_anchor=True)
     assert config["block_size"] == 5
+
+
+def test_dflash2_s_names_and_keys_are_z_labs():
+    """The keys and shapes of z-lab/Qwen3.8-27B-DFlash2's kind, but for sliding windows, and those of the speculators library."""
+    shape = DFLASH2 | dict(conv_group_size=6)
+    head = random_head(**shape)
+    tensors, config = to_file(head, "dflash")
+    plain = to_file(make(), "dflash")[0]
+    shapes = {f"candidate_selector.{one}_codebook": (50, 3) for one in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (3, 24)
+    for name in (f"layers.{i}.{one}_conv" for i in range(2) for one in ("attention", "mlp")):
+        shapes |= {f"{name}.base_kernel": (2, 2, 24), f"{name}.kernel_projection.weight": (4 * 24 // 6, 24)}
+    assert {name: tuple(tensors[name].shape) for name in tensors.keys() - plain.keys()} == shapes
+    keys = dict(conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=7)
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    assert config["dflash_config"] == keys | dict(block_size=6, mask_token_id=49, target_layer_ids=[1, 3, 5])
+    del config["block_size"]  # in z-lab's files it is in dflash_config alone
+    _, reading = from_file(tensors, config)
+    assert (reading.config, reading.format, reading.notes) == (head.config, "dflash", [])
+    tensors, config = to_file(head, "speculators", torch.randn(50, 24))
+    said = dict(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"], sample_from_anchor=False)
+    said |= keys | dict(draft_vocab_size=50)
+    assert {key: config[key] for key in said} == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"selector_top_k": None},
+            'must say "selector_top_k", at its top or in dflash_config: a whole number of at least 2',
+        ),
+        ({"selector_top_k": 51}, "selector_top_k must be from 2 to 50, got 51"),
+        ({"candidate_selector.successor_codebook": None}, "missing: candidate_selector.successor_codebook"),
+        ({"layers.1.mlp_conv.base_kernel": None}, "missing: layers.1.mlp_conv.base_kernel"),
+        ({"layers.0.attention_conv.base_kernel": torch.zeros(2, 24)}, "is (2, 24), expected three axes"),
+        ({"layers.0.attention_conv.kernel_projection.weight": torch.zeros(20, 24)}, "has 20 rows, expected 2 x 2 taps"),
+        (
+            {"markov_head.markov_w1.weight": torch.zeros(50, 3)},
+            "parts of DSpark (edge_rank, confidence) and of DFlash2",
+        ),
+    ],
+)
+def test_parts_of_dflash2_that_do_not_fit_are_named(changes, message):
+    tensors, config = to_file(make(**DFLASH2), "dflash")
+    for name, value in changes.items():
+        held = tensors if "." in name else config["dflash_config"]
+        held.pop(name, None) if value is None else held.update({name: value})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_file(tensors, config)
+
+
+def test_tensors_of_dflash2_decide():
+    tensors, config = to_file(make(**DFLASH2), "dflash")
+    config["dflash_config"] |= dict(conv_kernel_size=3, conv_group_size=16, selector_rank=256)
+    _, reading = from_file(tensors, config)
+    assert reading.config == make(**DFLASH2).config
+    assert [note.split('"')[1] for note in reading.notes] == ["selector_rank", "conv_group_size", "conv_kernel_size"]
+    plain, _ = to_file(make(), "dflash")
+    _, reading = from_file(plain, config)
+    assert reading.config == make().config
 
 
 def as_specforge(config):
@@ -284,7 +355,10 @@ def test_tensors_decide():
             "must be below the vocab_size 50, got 50",
         ),
         ({"is_causal": "no"}, "must say is_causal or dflash_config's causal, true or false"),
-        ({"speculators_model_type": "eagle3"}, '"speculators_model_type": \'eagle3\', expected "dflash" or "dspark"'),
+        (
+            {"speculators_model_type": "eagle3"},
+            '"speculators_model_type": \'eagle3\', expected one of "dflash", "dflash2", "dspark"',
+        ),
         ({"speculators_model_type": "dflash"}, "expected transformer_layer_config with a Qwen3's keys"),
         ({"sample_from_anchor": 1}, '"sample_from_anchor": 1, expected true or false'),
         ({"markov_head_type": "gated"}, "\"markov_head_type\": 'gated'; only 'vanilla' is supported"),
@@ -303,8 +377,9 @@ def test_keys_that_do_not_fit_are_named(changes, message):
         ("markov_head.gate_proj.weight", "markov_head.gate_proj.weight belongs to DSpark's gated edge"),
         ("markov_head.joint_proj.bias", "belongs to DSpark's recurrent edge"),
         ("markov_head.markov_w1.weight", "missing: markov_head.markov_w2.weight"),
-        ("candidate_selector.hidden_projection.weight", "belongs to DFlash2's selector"),
-        ("layers.0.attention_conv.base_kernel", "layers.0.attention_conv.base_kernel belongs to DFlash2's convolution"),
+        ("candidate_selector.hidden_projection.weight", 'must say "selector_top_k"'),
+        ("layers.0.mlp_conv.base_kernel", "tensor layers.0.attention_conv.base_kernel is missing"),
+        ("prefix_gru.weight_ih", "prefix_gru.weight_ih belongs to Domino's correction"),
         ("lm_head.weight", "missing: d2t; tensor lm_head.weight has 2 rows of a vocabulary of 50"),
         ("layers.1.self_attn.o_proj.bias", "unexpected: layers.1.self_attn.o_proj.bias"),
     ],

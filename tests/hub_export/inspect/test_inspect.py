@@ -136,6 +136,16 @@ def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
     assert [one for one in (*said, *passes) if one not in text] == []
 
 
+def test_parts_of_dflash2_are_described(inspect, tmp_path):
+    save_head(block(selector_rank=3, conv_kernel_size=2, conv_group_size=4), tmp_path / "head")
+    status, text, _ = inspect("head")
+    said = ("DFlash2 block drafter, 2 layer(s)", "selector of rank 3 among 16 tokens")
+    said += ("convolutions over 2 slots", "all 7 depths at once")
+    said += ("versions before 2026-08 know no DFlash2",)
+    assert status == 0
+    assert [one for one in said if one not in " ".join(text.split())] == []
+
+
 def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):
     save_head(eagle3(vocab_size=V + 1, base_model_name_or_path=""), tmp_path / "head")
     status, text, _ = inspect("head")

@@ -53,7 +53,8 @@ def taught(target, texts, **changes):
             predicted = head.predict(*packed, target.lm_head.weight)
             for depth, state in enumerate(predicted.states):
                 labels = packed[1][0, 2 + depth :]
-                loss += torch.nn.functional.cross_entropy(predicted.logits(state[: len(labels)], depth), labels)
+                logits = (predicted.whole_logits or predicted.logits)(state[: len(labels)], depth)
+                loss += torch.nn.functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -72,12 +73,16 @@ def setting(request):
     return target, head, {temperature: outputs(plain, temperature) for temperature in TEMPERATURES}
 
 
-@pytest.fixture(scope="module")
-def edged(setting):
-    """(target, a head with an edge that was taught the same texts, the same outputs)"""
+DSPARK = dict(edge_rank=8, sample_from_anchor=True)
+DFLASH2 = dict(selector_rank=8, conv_kernel_size=2)
+
+
+@pytest.fixture(scope="module", params=[DSPARK, DFLASH2], ids=["dspark", "dflash2"])
+def corrected(setting, request):
+    """(target, a head with a correction that was taught the same texts, the same outputs)"""
     target, _, plain = setting
     texts = [prompt + found[0] for prompt, found in zip(prompts_and_params(0.0)[0][:2], plain[0.0])]
-    return target, taught(target, texts, edge_rank=8, sample_from_anchor=True), plain
+    return target, taught(target, texts, **request.param), plain
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -138,8 +143,8 @@ def test_pages_that_run_out_change_no_bit(setting):
         ("grown-64", 6, (1.3, 0.0)),
     ],
 )
-def test_trees_of_a_head_with_an_edge_change_no_bit(edged, trees, tree, batch, temperatures):
-    target, head, plain = edged
+def test_trees_of_a_head_with_a_correction_change_no_bit(corrected, trees, tree, batch, temperatures):
+    target, head, plain = corrected
     speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
     llm = LLM(target, max_num_seqs=batch, max_num_batched_tokens=48, speculative_config=speculative)
     for temperature in temperatures:
@@ -149,8 +154,8 @@ def test_trees_of_a_head_with_an_edge_change_no_bit(edged, trees, tree, batch, t
     assert len(temperatures) == 1 or llm.get_stats()["prefix_cache_hits"] > 0
 
 
-def test_pages_that_run_out_under_trees_change_no_bit(edged, trees):
-    target, head, plain = edged
+def test_pages_that_run_out_under_trees_change_no_bit(corrected, trees):
+    target, head, plain = corrected
     speculative, sizes = {"model": head, "tree": str(trees / "static-8.json")}, dict(max_model_len=200)
     llm = LLM(target, max_num_seqs=6, speculative_config=speculative, num_gpu_blocks_override=9, **sizes)
     for temperature in (0.8, 1.3):
@@ -244,6 +249,13 @@ def test_a_head_is_served_from_its_files(setting, tmp_path):
     assert outputs(llm, 0.8) == plain[0.8]
     with pytest.raises(ValueError, match="from 1 to the head's 4, got 5"):
         LLM(target, speculative_config={"model": head, "num_speculative_tokens": DEPTH + 1})
+
+
+def test_a_tree_wider_than_the_selector_s_choice_is_refused(setting, trees):
+    target, shape = setting[0], dict(mask_token_id=5, aux_layer_ids=(1,), num_speculative_tokens=DEPTH)
+    head = BlockHead(BlockConfig.for_target(target.config, selector_rank=8, selector_top_k=5, **shape))
+    with pytest.raises(ValueError, match="takes 6 candidates after a node, this head chooses among 5: narrow the tree"):
+        LLM(target, speculative_config={"model": head.to(target.device), "tree": str(trees / "grown-64.json")})
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])

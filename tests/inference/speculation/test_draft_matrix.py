@@ -166,6 +166,15 @@ CASES = {
             **BLOCK | dict(num_speculative_tokens=4),
         ),
     ),
+    "block-dflash2": (BlockHead, dict(embedding="none", selector_rank=8, conv_kernel_size=2, **BLOCK)),
+    "block-selector": (
+        BlockHead,
+        dict(embedding="target's", selector_rank=5, selector_top_k=4, sample_from_anchor=True, **BLOCK),
+    ),
+    "block-convolutions-causal": (
+        BlockHead,
+        dict(embedding="none", conv_kernel_size=3, conv_group_size=4, draft_vocab_size=40, is_causal=True, **BLOCK),
+    ),
     "block-own_tables": (BlockHead, dict(embedding="own", draft_vocab_size=VOCAB, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),
 }
@@ -268,6 +277,8 @@ def check_drafts(target, head, tree, texts, roots, temperature=0.0, drawn=False)
         for path in said if root.candidates else ():
             ranked = candidates(said, root, path, RANKED, temperature)[0]
             assert root.candidates[len(path)][:RANKED] == ranked
+            most = head.max_candidates or VOCAB
+            assert {*root.candidates[len(path)][most:]} <= {-1}
     assert ties <= 1, "choose another seed"
     return plain
 
@@ -293,6 +304,7 @@ EXAMPLES = (
     "block-edge-anchored",
     "block-sliding",
     "block-sliding-of_block-causal",
+    "block-dflash2",
 )
 
 

@@ -41,6 +41,8 @@ MORE = [
     ("block-edge", "static"),
     ("block-edge", "dynamic"),
     ("block-sliding", "static"),
+    ("block-dflash2", "static"),
+    ("block-dflash2", "dynamic"),
     ("mlp-untied", "static"),
     ("eagle3-narrow", "dynamic"),
 ]
@@ -68,8 +70,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
     assert accepted > 0 or tree == "chain"
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "tree"), [*itertools.product(DRAFTERS, TREES), ("block-dflash2", "static")])
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
     """Drafts are drawn from the draft's own distributions: these depend on the request alone, not on the batch or on pages it
     found.

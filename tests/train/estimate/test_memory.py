@@ -75,15 +75,22 @@ def training(request):
     return head, target, num_depths, optimizer, torch.autocast("cpu", torch.bfloat16, enabled=autocast)
 
 
+DFLASH2 = dict(selector_rank=32, conv_kernel_size=2)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("every", [3, 16])
-@pytest.mark.parametrize(("edge_rank", "checkpointed"), [(0, False), (32, False), (32, True)])
-def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, edge_rank, checkpointed):
+@pytest.mark.parametrize(
+    ("parts", "checkpointed"),
+    [({}, False), (dict(edge_rank=32), False), (dict(edge_rank=32), True), (DFLASH2, False)],
+    ids=["dflash", "dspark", "dspark, computed again", "dflash2"],
+)
+def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, parts, checkpointed):
     """A block after one of `every` tokens."""
     torch.manual_seed(0)
     dtype, autocast = PRECISIONS[precision]
     layers = {"num_hidden_layers": 2, "mask_token_id": 1, "aux_layer_ids": (0, 1, 2), "num_speculative_tokens": 7}
-    head, target = BlockHead(BlockConfig(**SHAPE, **layers, edge_rank=edge_rank)), make_target(dtype)
+    head, target = BlockHead(BlockConfig(**SHAPE, **layers, **parts)), make_target(dtype)
     head.checkpoint_steps = checkpointed
     head.initialize_from_target(target.lm_head.weight, target.model.embed.weight)
     context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
@@ -92,11 +99,12 @@ def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, edge_ran
     ids, places = torch.randint(0, V, (ROWS, TOKENS)), torch.arange(TOKENS).repeat(ROWS, 1)
     rows = PackedRows(ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
     blocks = draw_blocks(rows, TOKENS // every, 7, seed=0, step=0)
+    objective = BlockObjective(Loss("kl"), [1.0] * 7, selector_weight=float("selector_rank" in parts))
 
     def step():
         features = torch.randn(ROWS, TOKENS, 4 * H, dtype=dtype)
         last, read = target.split(features, head.aux_layers)
-        kept = {"lm_head": target.lm_head, "objective": BlockObjective(Loss("kl"), [1.0] * 7), "chunk_tokens": CHUNK}
+        kept = {"lm_head": target.lm_head, "objective": objective, "chunk_tokens": CHUNK}
         with context:
             states = head(read, *blocks.seen(ids), places, rows.document_ids)[:, :, 1:]
             accumulate_block_gradients(head, states, blocks, ids, last, num_labels=99, **kept)

@@ -1,12 +1,14 @@
 """Anchors, labels, losses and gradients of blocks against plain loops over documents and blocks, through torch's own losses."""
 
 import math
+from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block_parts import Convolution, Selector
 from headstart.train.data.packed.packing import PackedRows
 from headstart.train.loss import blocks as blocks_module
 from headstart.train.loss.blocks import (
@@ -76,6 +78,16 @@ def labels_of(rows, row, a):
     return [k for k in range(K) if a + 1 + k < length and ids[a + 1 + k] == ids[a] and marks[a + 1 + k]]
 
 
+def choice_by_loops(selector, logits, state, before, label):
+    """The cross entropy of DFlash2's choice among the likeliest tokens after the token `before`; 0 if the label is none of them."""
+    among = sorted(range(V), key=lambda token: -logits[token])[: selector.top_k]
+    if label not in among:
+        return 0.0
+    gate = selector.predecessor_codebook[before] * (selector.hidden_projection.weight @ state)
+    scores = torch.stack([logits[token] + gate @ selector.successor_codebook[token] for token in among])
+    return -scores.log_softmax(0)[among.index(label)]
+
+
 def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
     """The definition, one block of one document at a time. -> (loss, losses of each depth, labels)
 
@@ -90,7 +102,7 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
             context = streams[row, begin:a][None]
             documents, positions = torch.zeros(1, len(places), dtype=torch.int64), (places - begin)[None]
             states = head(context, x[a][None, None], torch.tensor([[a - 1 - begin]]), positions, documents)[0, 0]
-            values, rates = {}, {}
+            values, rates, choices = {}, {}, {}
             for k in labels_of(rows, row, a):
                 state, before = states[head.config.first_slot + k], x[a + k]
                 drafted = list(range(0, V, 2)) if head.lm_head is not None else list(range(V))
@@ -99,6 +111,8 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
                 if objective.loss.name == "hard" and label not in drafted:
                     continue
                 logits = lm_head.weight[drafted] @ state
+                if head.candidate_selector is not None:
+                    choices[k] = choice_by_loops(head.candidate_selector, logits, state, before, label)
                 if head.markov_head is not None:
                     logits = logits + head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[before]
                 p, log_q = (lm_head.weight @ last[row, a + k]).softmax(-1)[drafted], logits.log_softmax(-1)
@@ -121,7 +135,7 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
                 if objective.dynamic:
                     chances = {i: math.exp(-one.item()) for i, one in values.items()}
                     weight = sum(math.prod((1 + chances[i]) / 2 for i in chances if i <= m) for m in chances if m >= k)
-                total = total + weight * value
+                total = total + weight * (value + objective.selector_weight * choices.get(k, 0))
                 of_depth[k] += float(value.detach())
     return total / num_labels, of_depth, num_labels
 
@@ -149,6 +163,8 @@ def gradients(head):
 
 
 EDGE, DRAFTED = {"edge_rank": 4}, {"draft_vocab_size": 12}
+SELECTOR = {"selector_rank": 4, "selector_top_k": 9}
+DFLASH2 = SELECTOR | {"conv_kernel_size": 2, "conv_group_size": 4}
 CASES = {
     "hard": (Loss("hard"), {}, {}),
     "kl": (Loss("kl"), {}, {}),
@@ -173,6 +189,10 @@ CASES = {
     ),
     "DSpark's": (Loss("hard-l1"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
     "hard-l1, draft vocabulary": (Loss("hard-l1"), EDGE | DRAFTED, {}),
+    "kl, dflash2": (Loss("kl"), DFLASH2 | {"is_causal": True}, {"selector_weight": 0.7}),
+    "hard, selector": (Loss("hard"), SELECTOR, {"selector_weight": 1.0}),
+    "dpace, dflash2": (Loss("hard"), DFLASH2, {"dynamic": True, "selector_weight": 2.0}),
+    "tv, convolutions": (Loss("tv"), {"conv_kernel_size": 3, "conv_group_size": 6}, {}),
     "tv, edge, confidence": (Loss("tv"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
 }
 
@@ -198,6 +218,7 @@ def test_loss_and_gradients_are_those_of_single_blocks_in_single_documents(case)
         assert totals[:, 0].tolist() == pytest.approx(of_depth, rel=1e-9)
     assert ("head0_alpha" in line) == (loss.name != "hard")
     assert ("head0_confidence_loss" in line) == bool(keys.get("confidence_weight"))
+    assert ("head0_selector_loss" in line) == bool(keys.get("selector_weight"))
 
 
 # ---- what would be wrong ----
@@ -260,6 +281,56 @@ def test_edge_is_given_the_texts_token_before_the_label(monkeypatch):
         BlockHead, "logits", lambda head, states, previous, w: logits(head, states, previous.roll(1), w)
     )
     assert abs(ours(head, *given, blocks, objective)[:, 5].sum() / right - 1) > 1e-3
+
+
+def convolve_across_blocks(convolution, x, *kernel, right=Convolution.convolve):
+    mutant = copy(convolution)
+    mutant.block_size = x.shape[-2]
+    return right(mutant, x, *kernel)
+
+
+DFLASH2_MUTANTS = {
+    "another token before": (Selector, "before", lambda one, tokens, right=Selector.before: right(one, tokens.roll(1))),
+    "candidates one too few": (Selector, "candidates", lambda one, logits: logits.topk(one.top_k - 1).indices),
+    "the block before": (Convolution, "convolve", convolve_across_blocks),
+    "no gradient by the slots' scores": (blocks_module.Choice, "add_gradient", lambda choice, gradient: None),
+    "labels without a choice": (blocks_module.F, "cross_entropy", lambda scores, *rest, **named: scores[:, 0] * 0),
+}
+
+
+@pytest.mark.parametrize("mutant", DFLASH2_MUTANTS.values(), ids=DFLASH2_MUTANTS)
+def test_anything_else_that_parts_of_dflash2_read_changes_the_gradient(monkeypatch, mutant):
+    head, *given = make_head(**DFLASH2)
+    objective = BlockObjective(Loss("kl"), WEIGHTS, selector_weight=1.0)
+    blocks = draw_blocks(given[1], 6, K, seed=0, step=0)
+    ours(head, *given, blocks, objective)
+    right = torch.cat([one.flatten() for one in gradients(head).values()])
+    monkeypatch.setattr(*mutant)
+    ours(head, *given, blocks, objective)
+    wrong = torch.cat([one.flatten() for one in gradients(head).values()])
+    assert (wrong - right).norm() / right.norm() > 1e-2
+
+
+def test_figures_of_a_selector_are_shares_of_the_labels():
+    head, lm_head, rows, last, streams = make_head(**SELECTOR)
+    objective, blocks = (
+        BlockObjective(Loss("kl"), WEIGHTS, selector_weight=1.0),
+        draw_blocks(rows, 6, K, seed=0, step=0),
+    )
+    line = summarize_blocks(ours(head, lm_head, rows, last, streams, blocks, objective), objective, blocks.num_labels)
+    predicted = head.predict(streams, rows.input_ids, rows.position_ids, rows.document_ids, lm_head.weight)
+    for k in range(K):
+        first, among, count = 0, 0, 0
+        for row, a in drawn(blocks):
+            if k in labels_of(rows, row, a):
+                place = row * rows.row_length + a - 1
+                scores, label = predicted.logits(predicted.states[k][[place]], k)[0], rows.input_ids[row, a + 1 + k]
+                count += 1
+                first += int(scores.argmax() == label)
+                among += int(scores[label] > -torch.inf)
+        assert line[f"head{k}_selector_top1"] == pytest.approx(first / count)
+        assert line[f"head{k}_selector_recall"] == pytest.approx(among / count)
+        assert 0 < among < count
 
 
 # ---- anchors ----

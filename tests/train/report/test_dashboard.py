@@ -137,6 +137,9 @@ def test_lines_are_told_apart_by_their_number_and_nothing_else_matches():
 # The report.
 
 
+SELECTOR = ("selector_loss", "selector_top1", "selector_recall")
+
+
 @pytest.fixture
 def runs(tmp_path):
     """Two run folders with what every panel shows."""
@@ -149,7 +152,7 @@ def runs(tmp_path):
         train |= {
             f"head{k}_{what}": 0.5
             for k in range(2)
-            for what in ("loss", "top1", "top5", "alpha", "feature_loss", "confidence_loss")
+            for what in ("loss", "top1", "top5", "alpha", "feature_loss", "confidence_loss", *SELECTOR)
         }
         train["target_loss"] = 1.5
         measured = {"step": 2, "kind": "acceptance", "acceptance_length": 1.5 + number, "per_position": [0.4, 0.1]}
