@@ -2,7 +2,8 @@
 
 import torch
 
-from ..heads.block import BlockConfig, BlockHead
+from ..heads.block import BlockHead
+from ..heads.block_config import BlockConfig
 from ..heads.eagle import Eagle, EagleConfig
 from ..heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from ..heads.medusa import Medusa, MedusaConfig

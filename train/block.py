@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.inference.models.target_source import eos_token_ids
 from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check

@@ -13,7 +13,8 @@ Refused, by the tensor or key that tells: DSpark's other edges, Domino's correct
 This file touches no disk.
 """
 
-from ..block import BlockConfig, BlockHead
+from ..block import BlockHead
+from ..block_config import BlockConfig
 from ..draft_vocabulary import read_draft_vocabulary
 from ..storage.reading import Reading, compare
 from ..storage.tensor_checks import check_tensors, shape_of

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from headstart.heads import packed_attention
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.packed_attention import PackedAttention
 

@@ -36,7 +36,8 @@ HEADS = {
 
 
 def export(folder):
-    from headstart.heads.block import BlockConfig, BlockHead
+    from headstart.heads.block import BlockHead
+    from headstart.heads.block_config import BlockConfig
     from headstart.heads.checkpoint import save_head
 
     torch.manual_seed(0)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.heads.checkpoint import load_head, read_head, save_head
 from headstart.heads.families import family_of, from_file, recognise, to_file
 

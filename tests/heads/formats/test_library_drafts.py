@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from headstart.heads.block import BlockConfig
+from headstart.heads.block_config import BlockConfig
 from headstart.heads.families import from_file
 from headstart.tests.heads.formats.library_drafts import BLOCK, HEADS, SHAPE
 

@@ -6,7 +6,8 @@ That its drafts are the head's own predictions: test_draft_matrix.py. Random hea
 import pytest
 import torch
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams

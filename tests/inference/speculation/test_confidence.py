@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.inference.llm import LLM
 from headstart.inference.speculation.adaptive import FIRST, LATELY, STEADY, Adaptive
 from headstart.inference.speculation.tree import GrowingTree, build_static_tree, save_tree

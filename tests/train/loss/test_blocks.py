@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.heads.block_parts import Convolution, Selector
 from headstart.train.data.packed.packing import PackedRows
 from headstart.train.loss import blocks as blocks_module
