@@ -261,7 +261,7 @@ class BlockHead(DraftsOverVocabulary, Head):
         if self.correction is None:
             return Predictions(found, lambda rows, k: _product(rows, weight), self.draft_token_ids)
         whole = None if self.candidate_selector is None else corrected(self.candidate_selector.whole)
-        return Predictions(found, corrected(self.correction), self.draft_token_ids, whole)
+        return Predictions(found, corrected(self.correction), self.draft_token_ids, whole_logits=whole)
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
         states = self(features, tokens[:, rows, 0], rows[None], position_ids, document_ids)[0]  # [R, S, H]

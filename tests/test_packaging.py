@@ -36,7 +36,8 @@ STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the 
 # Public modules of each room; all others are private to it. Every op of kernels/ is public, and benchmarks/ may import from every
 # room, because it measures private parts.
 PUBLIC = {
-    "heads": "block block_config checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
+    "heads": "block block_config checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator "
+    "packed_attention",
     "heads/formats": "block eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading remote_code tensor_checks user_errors weight_files",
     "inference/models": "adapter architectures blocks canary checkpoint_files decoder division layer_reach memory support "

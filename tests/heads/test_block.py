@@ -1,4 +1,4 @@
-"""Block drafters against their definition, written out block by block (block_definition.py): features, keys, masks and positions."""
+"""Block drafters against their definition (block_definition.py): features, keys, masks and positions."""
 
 from copy import deepcopy
 
