@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ...kernels.linear.linear_handover import handover_flags
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.overlap import has_tensor_maps
 from ...kernels.shared_memory import shared_memory
 
-CACHED = (has_tensor_maps, num_multiprocessors, shared_memory)
+CACHED = (handover_flags, has_tensor_maps, num_multiprocessors, shared_memory)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
@@ -111,6 +112,7 @@ class AbsentGpu(TorchFunctionMode):
         for patched in (
             patch(torch.cuda, "get_device_properties", lambda device: properties),
             patch(torch.cuda, "get_device_capability", lambda device: gpu.capability),
+            patch(torch.cuda, "is_current_stream_capturing", lambda: False),
             patch(triton.runtime.driver, "_active", driver),
             patch(triton.knobs.runtime, "jit_cache_hook", self._record),
         ):
