@@ -1,16 +1,16 @@
-"""The row-invariant linear layer for many rows, without a last wave: programs begin tiles that others end.
+"""The row-invariant linear layer for many rows, without a last wave: one program begins a tile that another one ends.
 
     x [M, K], w [N, K], b [N] or None        ->  [1, M, N], or its partial sums over S ranges of K: parts [S, M, N]
     x [M, K], w [2 I, K], b [2 I] or None    ->  [M, I], the gated product of gated_mlp.py
 
 224 tiles on 132 multiprocessors take the time of 264. So every program takes an equal share of the steps along K of all tiles: the
-end of a tile that the program before it began, whole tiles, and the beginning of one that the next program ends. It begins with
-the latter and hands the sums over in memory, fp32 as they stand in registers; so the order of a sum is that of one program, and no
-bit changes. It waits for the sums handed to it when all else is done, so the wait is short, and no two programs wait for each other.
-Programs for all row tiles of the same features walk them at the same time: the weights come from memory once.
-The weights are the left operand, as in linear.py's kernel of few rows: a tile of rows is one power of two, or two of them on the same
-weights. 320 rows are one tile, of which no row is multiplied in vain.
-A device runs one such product at a time (its flags are the device's): never `late` (linear.py), nor in two streams.
+end of a tile that the program before it began, whole tiles, and the beginning of one that the next program ends. It computes that
+beginning first and hands over its sums in memory, in fp32, as they stand in registers. So every sum is still made in order, and no
+bit changes. What was handed to it a program ends last: by then it is there. As no program waits before it has handed over, they
+need not all run at once.
+Programs of all row tiles walk the same features at the same time, so weights come from memory once. A tile of rows is a power of
+two or two of them on the same weights: 320 rows are one tile, and no row is multiplied in vain.
+A device runs one such product at a time, as the flags are the device's: none that is `late` (linear.py), none in a second stream.
 """
 
 import functools
@@ -20,8 +20,8 @@ import torch
 from ..jit import jit, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from ..silu_mul import silu_product
-from .linear_prefill import TensorDescriptor, num_multiprocessors
-from .linear_table import halves_of_tile, split_depth
+from .linear_prefill import TensorDescriptor, map_of_rows, num_multiprocessors
+from .linear_table import halves_of_tile, num_shares, split_depth
 
 
 @jit
@@ -126,35 +126,31 @@ def handover_flags(device):
     return torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
 
 
-def handover_programs(launch, rows, tiles, multiprocessors):
-    """Number of programs for `tiles` tiles of features, ranges of K counted, times the row tiles; 0 if there are too many of these."""
-    row_tiles = -(-rows // launch.rows)
-    return min(multiprocessors // row_tiles, tiles) * row_tiles
+def handover_product(x, w, b, S, launch, out=None, gated=False):
+    """The product of x [M, K] and w [N, K] in S ranges of K: [S, M, N]; gated: the one of w [2 I, K], written to out [M, I].
 
-
-def handover_product(x, w, b, S, launch, out, gated=False):
-    """Writes the product of x [M, K] and w [N, K] to out [S, M, N], or the gated one of w [2 I, K] to out [M, I].
-
-    The operands are checked by the caller, and maps_fit them.
+    S > 1: in float32; S = 1: in x's dtype, or written to out [M, N] if given, in its dtype. The operands are checked by the caller,
+    and maps_fit them.
     """
-    (M, K), N = x.shape, out.shape[-1]
+    (M, K), N = x.shape, w.shape[0] // (2 if gated else 1)
+    if out is None or S > 1:
+        out = torch.empty((S, M, N), dtype=x.dtype if S == 1 else torch.float32, device=x.device)
+    elif not gated:
+        out = out[None]
     half, more = halves_of_tile(launch.rows)
-    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
-    whole = triton.cdiv(M, launch.rows) * launch.rows
-    shape = [whole if room >= whole else M, K]
+    features = launch.features * (2 if gated else 1)
     if gated:
-        w_map = TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, launch.features // 2, launch.depth])
+        w_map = TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, launch.features, launch.depth])
     else:
         w_map = TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
-    tiles = triton.cdiv(N, launch.features // 2 if gated else launch.features) * S
-    programs = handover_programs(launch, M, tiles, num_multiprocessors(x.device))
-    assert programs, (M, launch)
-    scratch = torch.empty(programs, launch.features * launch.rows, dtype=torch.float32, device=x.device)
+    programs = num_shares(launch, N, S, M, num_multiprocessors(x.device)) * triton.cdiv(M, launch.rows)
+    flags = handover_flags(x.device)
+    assert 0 < programs <= len(flags), (M, launch)
+    scratch = torch.empty(programs, features * launch.rows, dtype=torch.float32, device=x.device)
     _handover[(programs,)](
-        TensorDescriptor(x, shape, [K, 1], [half, launch.depth]),
-        TensorDescriptor(x, shape, [K, 1], [more, launch.depth]) if more else None,
-        w_map, b, out, scratch, handover_flags(x.device), M,
-        N, split_depth(K, S), S, gated, half, more, launch.features, launch.depth,
+        map_of_rows(x, launch, half), map_of_rows(x, launch, more) if more else None,
+        w_map, b, out, scratch, flags, M,
+        N, split_depth(K, S), S, gated, half, more, features, launch.depth,
         num_stages=launch.stages, num_warps=launch.warps, **overlap(out),
     )  # fmt: skip
     return out

@@ -42,11 +42,12 @@ class PrefillLaunch(NamedTuple):
     warps: int
     group: int
     apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
+    handover: bool = False  # one program begins a tile that another one ends (linear_handover.py); ranges are apart
 
     @property
     def in_halves(self):
         """Whether the row tile is two powers of two on the same weights: then the decode kernel takes it, weights on the left."""
-        return halves_of_tile(self.rows)[1] > 0
+        return halves_of_tile(self.rows)[1] > 0 and not self.handover
 
 
 # The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K. Up to 16 row tiles walk the
@@ -59,6 +60,17 @@ PREFILL_TILES = {
     PrefillLaunch(160, 128, 64, 6, 4, 1): 480,
     PrefillLaunch(192, 128, 64, 5, 4, 1): 540,
 }
+# The tiles of programs that hand over sums, in the same unit.
+HANDOVER_TILES = {
+    PrefillLaunch(320, 128, 64, 3, 8, 1, True, True): 900,
+    PrefillLaunch(384, 128, 64, 3, 8, 1, True, True): 1080,
+    PrefillLaunch(256, 128, 64, 4, 8, 1, True, True): 720,
+    PrefillLaunch(128, 256, 64, 4, 8, 1, True, True): 720,
+    PrefillLaunch(192, 128, 64, 5, 8, 1, True, True): 560,
+    PrefillLaunch(128, 128, 64, 6, 4, 1, True, True): 400,
+    PrefillLaunch(64, 256, 64, 5, 4, 1, True, True): 400,
+}
+HANDOVER = 10_000  # nanoseconds more, for two pieces of a tile and the sums on their way
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 16)
 SECOND_RANGE_STEP = 700  # nanoseconds, as above
@@ -184,9 +196,11 @@ def fit_prefill(launch, S, memory):
     """The prefill launch with as many of its stages as fit into `memory` (SharedMemory); None where two would not fit.
 
     Beside the stages lies a piece of the tile on its way out: 128 features in 16 bits, or 64 in float32, and once more in 16 bits
-    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none.
+    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none, nor have programs that hand over.
     """
-    piece = 0 if launch.in_halves else launch.rows * (256 if S == 1 or launch.apart else 384)
+    if launch.handover and memory.held:
+        return None  # a whole tile on its way to the next program takes more than such GPUs have
+    piece = 0 if launch.in_halves or launch.handover else launch.rows * (256 if S == 1 or launch.apart else 384)
     stages = min(launch.stages, most_stages(memory, (launch.rows + launch.features) * launch.depth * 2, piece))
     return launch._replace(stages=stages) if stages >= 2 + memory.held else None
 
@@ -204,11 +218,12 @@ def gated_launch(I, K, rows, itemsize=2):
     return Launch(64, 64, 4, 8) if I < 8192 else Launch(128, 64, 4, 8)
 
 
-def prefill_launch(N, K, S, rows, programs, memory=H200):
+def prefill_launch(N, K, S, rows, programs, memory=H200, late=False):
     """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
+    late: the product runs beside another one (linear.py), so no sums are handed over.
     """
     if S == 1:
         times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
@@ -217,6 +232,9 @@ def prefill_launch(N, K, S, rows, programs, memory=H200):
         apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
         times = {SECOND_RANGE: S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)}
         times |= {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
+    if not late:
+        shared = {launch: _time_of_shares(launch, N, K, S, rows, programs) for launch in HANDOVER_TILES}
+        times |= {launch: time + (rows * N * S * 2e-3 if S > 1 else 0) for launch, time in shared.items()}
     fitting = {fit_prefill(launch, S, memory): time for launch, time in times.items()}
     fitting.pop(None, None)
     return min(fitting, key=fitting.get)
@@ -231,14 +249,19 @@ def gated_prefill_launch(I, K, rows, programs, memory=H200):
     )
 
 
-def launch_of_rows(N, K, rows, programs, memory=H200, splits=None):
+def launch_of_rows(N, K, rows, programs, memory=H200, splits=None, late=False):
     """What distinguishes the launches of a product [N, K] at one number of rows from those at another.
 
-    splits: ranges of K, None: num_splits(N, K)
+    splits: ranges of K, None: num_splits(N, K); late: see prefill_launch
     """
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
-    return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory)
+    return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory, late)
+
+
+def num_shares(launch, N, S, rows, programs):
+    """Shares into which a handover launch cuts the tiles of a row tile, each a tile at least; 0: there are too many row tiles."""
+    return min(programs // -(-rows // launch.rows), -(-N // launch.features) * S)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):
@@ -246,3 +269,11 @@ def _time_of_waves(launch, N, K, S, rows, programs):
     waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
     step = PREFILL_TILES.get(launch._replace(apart=False), SECOND_RANGE_STEP)
     return waves * (K / S / 64 * step + 2000)
+
+
+def _time_of_shares(launch, N, K, S, rows, programs):
+    """Nanoseconds that programs take for equal shares of a product's tiles."""
+    shares = num_shares(launch, N, S, rows, programs)
+    if not shares:
+        return float("inf")
+    return -(-N // launch.features) * S / shares * K / S / 64 * HANDOVER_TILES[launch] + HANDOVER
