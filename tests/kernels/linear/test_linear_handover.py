@@ -58,11 +58,11 @@ def test_a_share_is_a_tile_at_least_and_all_programs_have_one():
 
 
 PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # of an 8B
+CASES = [(n, k, torch.bfloat16) for n, k in [*PRODUCTS, (104, 64)]] + [(1000, 2056, torch.float16)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [*PRODUCTS, (1000, 2056), (104, 64)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k", "dtype"), CASES)
 def test_every_tile_has_the_bits_of_the_decode_kernel(n, k, dtype):
     x, w, b = operands(1000, n, k, dtype, "cuda")
     expected = torch.cat([linear(part, w, b) for part in x.split(100)])
@@ -78,8 +78,10 @@ def test_every_tile_has_the_bits_of_the_decode_kernel(n, k, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (104, 64)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("width", "k", "dtype"),
+    [(14336, 4096, torch.bfloat16), (6000, 520, torch.float16), (104, 64, torch.bfloat16)],
+)
 def test_every_tile_of_the_gated_product_has_the_bits_of_linear_and_silu_mul(width, k, dtype):
     x, w, b = operands(1000, 2 * width, k, dtype, "cuda")
     for bias in (b, None):
