@@ -21,7 +21,7 @@ from ..jit import jit, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from ..silu_mul import silu_product
 from .linear_prefill import TensorDescriptor, map_of_rows, num_multiprocessors
-from .linear_table import halves_of_tile, shares_of, split_depth
+from .linear_table import halves_of_tile, num_shares, split_depth
 
 
 @jit
@@ -53,9 +53,9 @@ def _finish(acc, b, out, num_rows, row, feature, part, N: tl.constexpr, GATED: t
     tl.store(out + place, y, mask=(rows < num_rows)[:, None] & (features < N)[None, :])
 
 
-@jit(do_not_specialize=["num_rows", "num_alike"])
+@jit(do_not_specialize=["num_rows"])
 def _handover(
-    x, more_x, w, b, out, scratch, flags, num_rows, num_alike,
+    x, more_x, w, b, out, scratch, flags, num_rows,
     N: tl.constexpr, SPLIT: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -73,9 +73,7 @@ def _handover(
     program = tl.program_id(0)
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     row = program % num_row_tiles * ROWS
-    num_shares = tl.num_programs(0) // num_row_tiles
-    place = program // num_row_tiles
-    share = place % num_alike * (num_shares // num_alike) + place // num_alike
+    share, num_shares = program // num_row_tiles, tl.num_programs(0) // num_row_tiles
     begin = TILES * S * STEPS * share // num_shares
     end = TILES * S * STEPS * (share + 1) // num_shares
     last = (end - 1) // STEPS
@@ -94,8 +92,8 @@ def _handover(
             # Past the L1: nothing has made its contents new.
             acc = tl.load(_sums(scratch, program, 0, BLOCK_N * ROWS, BLOCK_M, BLOCK_N), cache_modifier=".cg")
             if MORE_M:
-                sums = _sums(scratch, program, BLOCK_N * BLOCK_M, BLOCK_N * ROWS, MORE_M, BLOCK_N)
-                more = tl.load(sums, cache_modifier=".cg")
+                place = _sums(scratch, program, BLOCK_N * BLOCK_M, BLOCK_N * ROWS, MORE_M, BLOCK_N)
+                more = tl.load(place, cache_modifier=".cg")
         # Told that the loop is not empty, the assembler lets products run side by side; else it thinks of loaded sums between them.
         tl.assume(first_step < num_steps)
         for step in range(first_step, num_steps):
@@ -108,7 +106,7 @@ def _handover(
             if MORE_M:
                 more = tl.dot(more_x.load([row + BLOCK_M, k]), weights.T, more)
         if num_steps < STEPS:
-            after = program + num_alike * num_row_tiles
+            after = program + num_row_tiles
             tl.store(_sums(scratch, after, 0, BLOCK_N * ROWS, BLOCK_M, BLOCK_N), acc)
             if MORE_M:
                 tl.store(_sums(scratch, after, BLOCK_N * BLOCK_M, BLOCK_N * ROWS, MORE_M, BLOCK_N), more)
@@ -145,14 +143,13 @@ def handover_product(x, w, b, S, launch, out=None, gated=False):
         w_map = TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, launch.features, launch.depth])
     else:
         w_map = TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
-    shares, alike = shares_of(launch, N, S, M, num_multiprocessors(x.device))
-    programs = shares * triton.cdiv(M, launch.rows)
+    programs = num_shares(launch, N, S, M, num_multiprocessors(x.device)) * triton.cdiv(M, launch.rows)
     flags = handover_flags(x.device)
     assert 0 < programs <= len(flags), (M, launch)
     scratch = torch.empty(programs, features * launch.rows, dtype=torch.float32, device=x.device)
     _handover[(programs,)](
         map_of_rows(x, launch, half), map_of_rows(x, launch, more) if more else None,
-        w_map, b, out, scratch, flags, M, alike,
+        w_map, b, out, scratch, flags, M,
         N, split_depth(K, S), S, gated, half, more, features, launch.depth,
         num_stages=launch.stages, num_warps=launch.warps, **overlap(out),
     )  # fmt: skip

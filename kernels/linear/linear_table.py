@@ -9,7 +9,6 @@ Entries were measured on an H200 (`headstart bench kernel linear --shape ... --s
 Changing a number of splits changes the bits of every output; changing a launch changes none.
 """
 
-import math
 from typing import NamedTuple
 
 from ..shared_memory import H200, most_stages
@@ -260,15 +259,9 @@ def launch_of_rows(N, K, rows, programs, memory=H200, splits=None, late=False):
     return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory, late)
 
 
-def shares_of(launch, N, S, rows, programs):
-    """(shares into which a handover launch cuts the tiles of a row tile, how many of them begin at the same step of a tile)
-
-    A share is a tile at least; 0 shares: there are too many row tiles.
-    """
-    tiles = -(-N // launch.features) * S
-    most = min(programs // -(-rows // launch.rows), tiles)
-    shares = max(range(most - most // 32, most + 1), key=lambda shares: (math.gcd(shares, tiles), shares))
-    return shares, math.gcd(shares, tiles)
+def num_shares(launch, N, S, rows, programs):
+    """Shares into which a handover launch cuts the tiles of a row tile, each a tile at least; 0: there are too many row tiles."""
+    return min(programs // -(-rows // launch.rows), -(-N // launch.features) * S)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):
@@ -280,7 +273,7 @@ def _time_of_waves(launch, N, K, S, rows, programs):
 
 def _time_of_shares(launch, N, K, S, rows, programs):
     """Nanoseconds that programs take for equal shares of a product's tiles."""
-    shares, _ = shares_of(launch, N, S, rows, programs)
+    shares = num_shares(launch, N, S, rows, programs)
     if not shares:
         return float("inf")
     return -(-N // launch.features) * S / shares * K / S / 64 * HANDOVER_TILES[launch] + HANDOVER

@@ -7,7 +7,7 @@ from headstart.kernels.linear import linear_handover
 from headstart.kernels.linear.gated_mlp import gate_up_silu_reference
 from headstart.kernels.linear.linear import empty_rows, linear, linear_reference
 from headstart.kernels.linear.linear_handover import handover_flags, handover_product
-from headstart.kernels.linear.linear_table import HANDOVER_TILES, PrefillLaunch, num_splits, shares_of
+from headstart.kernels.linear.linear_table import HANDOVER_TILES, PrefillLaunch, num_shares, num_splits
 from headstart.kernels.silu_mul import silu_mul
 from headstart.tests.kernels.linear.products import assert_captured, error, operands, poison
 
@@ -48,13 +48,13 @@ def test_shared_tiles_have_the_bits_of_whole_ones_in_the_interpreter(monkeypatch
     handover_flags.cache_clear()  # of more programs than any device has
 
 
-def test_a_share_is_a_tile_at_least_and_many_begin_at_the_same_step():
+def test_a_share_is_a_tile_at_least_and_all_programs_have_one():
     launch = PrefillLaunch(320, 128, 64, 3, 8, 1, True, True)
-    assert shares_of(launch, 28672, 1, 320, 132) == (128, 32)  # of 7 quarters of a tile
-    assert shares_of(launch, 12800, 1, 320, 132) == (100, 100)  # a tile each
-    assert shares_of(launch, 6400, 2, 320, 132) == (100, 100)
-    assert shares_of(launch, 28672, 1, 1000, 132) == (32, 32)  # for each of 4 row tiles
-    assert shares_of(launch, 28672, 1, 132 * 320 + 1, 132)[0] == 0
+    assert num_shares(launch, 28672, 1, 320, 132) == 132
+    assert num_shares(launch, 12800, 1, 320, 132) == 100  # as many as tiles
+    assert num_shares(launch, 6400, 2, 320, 132) == 100
+    assert num_shares(launch, 28672, 1, 1000, 132) == 33  # of 4 row tiles each
+    assert num_shares(launch, 28672, 1, 132 * 320 + 1, 132) == 0
 
 
 PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # of an 8B
