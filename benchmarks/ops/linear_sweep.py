@@ -19,7 +19,7 @@ from ...kernels.linear.linear import decode_parts, empty_rows, prefill_parts
 from ...kernels.linear.linear_prefill import maps_fit
 from ...kernels.linear.linear_table import (
     DECODE_ROWS,
-    HANDOVER_TILES,
+    HANDOVER,
     SPLIT_ALIGNMENT,
     Launch,
     PrefillLaunch,
@@ -78,7 +78,8 @@ def prefill_launches(splits, operands=1):
             apart or splits == 1 or not launch.in_halves
         ):
             yield launch
-    yield from (tile._replace(features=tile.features // operands) for tile in HANDOVER_TILES)
+    for launch in sorted({launch for by_rows in HANDOVER.values() for launch in by_rows.values()}):
+        yield launch._replace(features=launch.features // operands)
 
 
 def cases_of(products, rows, dtype):

@@ -42,7 +42,7 @@ class PrefillLaunch(NamedTuple):
     warps: int
     group: int
     apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
-    handover: bool = False  # one program begins a tile that another one ends (linear_handover.py); ranges are apart
+    handover: bool = False  # one program begins a tile that another one ends; ranges are apart
 
     @property
     def in_halves(self):
@@ -60,20 +60,27 @@ PREFILL_TILES = {
     PrefillLaunch(160, 128, 64, 6, 4, 1): 480,
     PrefillLaunch(192, 128, 64, 5, 4, 1): 540,
 }
-# The tiles of programs that hand over sums, in the same unit.
-HANDOVER_TILES = {
-    PrefillLaunch(320, 128, 64, 3, 8, 1, True, True): 900,
-    PrefillLaunch(384, 128, 64, 3, 8, 1, True, True): 1080,
-    PrefillLaunch(256, 128, 64, 4, 8, 1, True, True): 720,
-    PrefillLaunch(128, 256, 64, 4, 8, 1, True, True): 720,
-    PrefillLaunch(192, 128, 64, 5, 8, 1, True, True): 560,
-    PrefillLaunch(128, 128, 64, 6, 4, 1, True, True): 400,
-    PrefillLaunch(64, 256, 64, 5, 4, 1, True, True): 400,
-}
-HANDOVER = 10_000  # nanoseconds more, for two pieces of a tile and the sums on their way
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 16)
 SECOND_RANGE_STEP = 700  # nanoseconds, as above
+
+# Where programs hand over sums (linear_handover.py), by the first and the last number of rows. An 8B under load, microseconds
+# before and after: gate and up of 192 rows 110 and 93, of 320 152 and 139, of 384 166 and 160, of 768 346 and 273; qkv of 512 rows
+# 49 and 47, of 768 75 and 68. Gate and up of 640 rows on an H100: 290 and 253. Nothing gained for gate and up at 256, 512 and 1000
+# rows, nor in `out`, `down` and lm_head: as the power is the limit (700 W), multiprocessors that idle in the last wave cost little.
+HANDOVER = {
+    (28672, 4096): {
+        (161, 192): PrefillLaunch(192, 128, 64, 5, 4, 1, True, True),
+        (257, 320): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (321, 384): PrefillLaunch(128, 256, 64, 4, 8, 1, True, True),
+        (577, 640): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (641, 768): PrefillLaunch(256, 128, 64, 4, 8, 1, True, True),
+    },
+    (6144, 4096): {
+        (449, 512): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (705, 768): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+    },
+}
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
@@ -196,11 +203,9 @@ def fit_prefill(launch, S, memory):
     """The prefill launch with as many of its stages as fit into `memory` (SharedMemory); None where two would not fit.
 
     Beside the stages lies a piece of the tile on its way out: 128 features in 16 bits, or 64 in float32, and once more in 16 bits
-    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none, nor have programs that hand over.
+    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none.
     """
-    if launch.handover and memory.held:
-        return None  # a whole tile on its way to the next program takes more than such GPUs have
-    piece = 0 if launch.in_halves or launch.handover else launch.rows * (256 if S == 1 or launch.apart else 384)
+    piece = 0 if launch.in_halves else launch.rows * (256 if S == 1 or launch.apart else 384)
     stages = min(launch.stages, most_stages(memory, (launch.rows + launch.features) * launch.depth * 2, piece))
     return launch._replace(stages=stages) if stages >= 2 + memory.held else None
 
@@ -223,8 +228,12 @@ def prefill_launch(N, K, S, rows, programs, memory=H200, late=False):
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
-    late: the product runs beside another one (linear.py), so no sums are handed over.
+    On a GPU like the H200 some products hand over sums instead (HANDOVER), unless they are late: beside another one (linear.py).
     """
+    if not late and S == 1 and (programs, memory) == (MULTIPROCESSORS, H200):
+        for (first, last), launch in HANDOVER.get((N, K), {}).items():
+            if first <= rows <= last:
+                return launch
     if S == 1:
         times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
     else:
@@ -232,9 +241,6 @@ def prefill_launch(N, K, S, rows, programs, memory=H200, late=False):
         apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
         times = {SECOND_RANGE: S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)}
         times |= {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
-    if not late:
-        shared = {launch: _time_of_shares(launch, N, K, S, rows, programs) for launch in HANDOVER_TILES}
-        times |= {launch: time + (rows * N * S * 2e-3 if S > 1 else 0) for launch, time in shared.items()}
     fitting = {fit_prefill(launch, S, memory): time for launch, time in times.items()}
     fitting.pop(None, None)
     return min(fitting, key=fitting.get)
@@ -269,11 +275,3 @@ def _time_of_waves(launch, N, K, S, rows, programs):
     waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
     step = PREFILL_TILES.get(launch._replace(apart=False), SECOND_RANGE_STEP)
     return waves * (K / S / 64 * step + 2000)
-
-
-def _time_of_shares(launch, N, K, S, rows, programs):
-    """Nanoseconds that programs take for equal shares of a product's tiles."""
-    shares = num_shares(launch, N, S, rows, programs)
-    if not shares:
-        return float("inf")
-    return -(-N // launch.features) * S / shares * K / S / 64 * HANDOVER_TILES[launch] + HANDOVER

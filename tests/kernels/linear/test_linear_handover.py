@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from headstart.kernels.linear import linear_handover
-from headstart.kernels.linear.gated_mlp import gate_up_silu_reference
+from headstart.kernels.linear.gated_mlp import gate_up_silu, gate_up_silu_reference
 from headstart.kernels.linear.linear import empty_rows, linear, linear_reference
 from headstart.kernels.linear.linear_handover import handover_flags, handover_product
-from headstart.kernels.linear.linear_table import HANDOVER_TILES, PrefillLaunch, num_shares, num_splits
+from headstart.kernels.linear.linear_table import (
+    HANDOVER,
+    PrefillLaunch,
+    gated_prefill_launch,
+    num_shares,
+    num_splits,
+    prefill_launch,
+)
+from headstart.kernels.shared_memory import SharedMemory
 from headstart.kernels.silu_mul import silu_mul
-from headstart.tests.kernels.linear.products import assert_captured, error, operands, poison
+from headstart.tests.kernels.linear.products import error, operands, poison
 
 
 def product(x, w, b, splits, launch, gated=False):
@@ -57,55 +65,57 @@ def test_a_share_is_a_tile_at_least_and_all_programs_have_one():
     assert num_shares(launch, 28672, 1, 132 * 320 + 1, 132) == 0
 
 
+def test_only_products_that_run_alone_on_a_gpu_like_the_measured_hand_over():
+    assert prefill_launch(28672, 4096, 1, 320, 132).handover
+    assert gated_prefill_launch(14336, 4096, 320, 132)[:2] == (64, 128)
+    assert not prefill_launch(28672, 4096, 1, 320, 132, late=True).handover
+    assert not prefill_launch(28672, 4096, 1, 320, 148).handover
+    assert not prefill_launch(28672, 4096, 1, 320, 132, SharedMemory(99 << 10, 1)).handover
+    assert not prefill_launch(28672, 4096, 2, 320, 132).handover
+
+
+TILES = sorted({tile for by_rows in HANDOVER.values() for tile in by_rows.values()})
 PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # of an 8B
-CASES = [(n, k, torch.bfloat16) for n, k in [*PRODUCTS, (104, 64)]] + [(1000, 2056, torch.float16)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k", "dtype"), CASES)
-def test_every_tile_has_the_bits_of_the_decode_kernel(n, k, dtype):
-    x, w, b = operands(1000, n, k, dtype, "cuda")
+@pytest.mark.parametrize(("n", "k"), [*PRODUCTS, (1000, 2056), (104, 64)])
+def test_shared_tiles_have_the_bits_of_the_decode_kernel(n, k):
+    """Every number of rows with two of the tiles."""
+    x, w, b = operands(1000, n, k, torch.bfloat16, "cuda")
     expected = torch.cat([linear(part, w, b) for part in x.split(100)])
-    for rows in (130, 192, 320, 384, 512, 1000):
-        given = empty_rows(rows, k, dtype, "cuda").copy_(x[:rows])
-        for tile in HANDOVER_TILES:
+    for place, rows in enumerate((320, 384, 512, 1000)):
+        given = empty_rows(rows, k, torch.bfloat16, "cuda").copy_(x[:rows])
+        for tile in (TILES[place % len(TILES)], TILES[(place + 1) % len(TILES)]):
             poison("cuda")
             total, *parts = product(given, w, b, num_splits(n, k), tile)
             for part in parts:
                 total = total + part
-            assert torch.equal(total.to(dtype), expected[:rows]), (rows, tile)
+            assert torch.equal(total.bfloat16(), expected[:rows]), (rows, tile)
     assert not handover_flags(x.device).any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("width", "k", "dtype"),
-    [(14336, 4096, torch.bfloat16), (6000, 520, torch.float16), (104, 64, torch.bfloat16)],
-)
-def test_every_tile_of_the_gated_product_has_the_bits_of_linear_and_silu_mul(width, k, dtype):
+@pytest.mark.parametrize(("width", "k", "dtype"), [(14336, 4096, torch.bfloat16), (6000, 520, torch.float16)])
+def test_shared_tiles_of_the_gated_product_have_the_bits_of_linear_and_silu_mul(width, k, dtype):
     x, w, b = operands(1000, 2 * width, k, dtype, "cuda")
-    for bias in (b, None):
-        expected = torch.cat([silu_mul(linear(part, w, bias, splits=1)) for part in x.split(100)])
+    expected = torch.cat([silu_mul(linear(part, w, b, splits=1)) for part in x.split(100)])
+    for tile in TILES:
+        tile = tile._replace(features=tile.features // 2)
         for rows in (130, 192, 320, 384, 512, 1000):
-            for tile in HANDOVER_TILES:
-                found = product(x[:rows], w, bias, 1, tile._replace(features=tile.features // 2), True)
-                assert torch.equal(found, expected[:rows]), (rows, tile)
+            assert torch.equal(product(x[:rows], w, b, 1, tile, True), expected[:rows]), (rows, tile)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", HANDOVER_TILES, ids=lambda tile: f"{tile.rows}x{tile.features}")
-def test_a_thousand_replays_under_load_have_the_same_bits(tile):
-    """Three products in turn in one graph, so that flags and sums of one are those of the next."""
-    x, w, _ = operands(384, 28672, 4096, torch.bfloat16, "cuda")
+def test_a_thousand_replays_under_load_have_the_same_bits():
+    """All that the table hands over, in one graph, so that flags and memory of one product are those of the next."""
+    x, w, _ = operands(768, 28672, 4096, torch.bfloat16, "cuda")
     short = w[:6144]
-    gated = tile._replace(features=tile.features // 2)
 
     def work():
-        first = product(x, w, None, 1, gated, True)
-        second = product(x, short, None, 1, tile)
-        return torch.cat((first, second[0], product(x[:320], w, None, 1, gated, True).view(384, -1)), 1)
+        gated = [gate_up_silu(x[:rows], w) for rows in (192, 320, 384, 640, 768)]
+        return torch.cat([y.flatten() for y in (*gated, linear(x[:512], short), linear(x, short))])
 
-    assert_captured(work)
     expected, wrong = work(), torch.zeros((), dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -115,4 +125,5 @@ def test_a_thousand_replays_under_load_have_the_same_bits(tile):
         graph.replay()
         wrong += (found != expected).sum()
     assert wrong.item() == 0
+    assert torch.equal(found[: 192 * 14336].view(192, -1)[:100], gate_up_silu(x[:100], w))
     assert not handover_flags(x.device).any()

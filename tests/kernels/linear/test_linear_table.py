@@ -5,7 +5,6 @@ import pytest
 from headstart.kernels.linear.linear_table import (
     DECODE,
     GATED_DECODE,
-    HANDOVER_TILES,
     PREFILL_TILES,
     ROW_TILES,
     SECOND_RANGE,
@@ -41,8 +40,7 @@ def test_tiles_of_many_rows_fit_and_fill_the_card():
         for splits in (1, 2, 4):
             launch = prefill_launch(4096, 14336, splits, rows, 132)
             width = 128 if splits == 1 else 64
-            stored = launch.rows * width * (4 if splits > 1 else 2)
-            stored = 0 if launch.in_halves or launch.handover else stored
+            stored = 0 if launch.in_halves else launch.rows * width * (4 if splits > 1 else 2)
             assert (launch.features + launch.rows) * launch.depth * 2 * launch.stages + stored < 227 << 10
         assert gated_prefill_launch(14336, 4096, rows, 132).features <= 128
     assert prefill_launch(4096, 14336, 2, 320, 132)[:2] == (160, 128)
@@ -85,14 +83,12 @@ def test_every_tile_of_many_rows_fits_the_gpu(memory, splits):
             found.add(prefill_launch(n, k, splits, rows, 132, memory))
     for launch in found:
         tile = (launch.rows + launch.features) * launch.depth * 2
-        stored = launch.rows * (128 * 2 if splits == 1 else 64 * 4)
-        stored = 0 if launch.in_halves or launch.handover else stored
+        stored = 0 if launch.in_halves else launch.rows * (128 * 2 if splits == 1 else 64 * 4)
         assert tile * (launch.stages - memory.held) + stored < memory.size
         assert launch.stages >= 2 + memory.held  # loads overlap products
         assert launch.depth == 64
     if memory == H200:
         whole = {launch._replace(apart=False) for launch in found if not launch.handover}
         assert whole <= {*PREFILL_TILES, SECOND_RANGE}
-        assert found & HANDOVER_TILES.keys()
     else:
         assert all(launch.apart == (splits > 1) for launch in found)  # no room for a program that sums all ranges
