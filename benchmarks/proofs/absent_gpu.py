@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ...kernels.linear.linear_handover import handover_flags
+from ...kernels.linear import linear_handover
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.overlap import has_tensor_maps
 from ...kernels.shared_memory import shared_memory
 
-CACHED = (handover_flags, has_tensor_maps, num_multiprocessors, shared_memory)
+CACHED = (has_tensor_maps, num_multiprocessors, shared_memory)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
@@ -112,7 +112,10 @@ class AbsentGpu(TorchFunctionMode):
         for patched in (
             patch(torch.cuda, "get_device_properties", lambda device: properties),
             patch(torch.cuda, "get_device_capability", lambda device: gpu.capability),
-            patch(torch.cuda, "is_current_stream_capturing", lambda: False),
+            # The real ones stay, for graphs hold their address.
+            patch(
+                linear_handover, "handover_flags", lambda device: torch.empty(gpu.multiprocessors, device=device).int()
+            ),
             patch(triton.runtime.driver, "_active", driver),
             patch(triton.knobs.runtime, "jit_cache_hook", self._record),
         ):

@@ -109,8 +109,7 @@ def row_counts(shapes, most, device, shared=()):
         launches = [launch_of_rows(*shape[:2], rows, *gpu, *shape[2:]) for shape in shapes]
         # The place of a launch among the shares counts, for each rank runs the later ones as another kernel.
         for N, K, shares in shared:
-            counts = enumerate(shares(rows) or ())
-            launches += [count and launch_of_rows(N, K, count, *gpu, 1, late=place > 0) for place, count in counts]
+            launches += [count and launch_of_rows(N, K, count, *gpu, 1) for count in shares(rows) or ()]
         found[tuple(launches)] = rows
     return sorted({*found.values(), most})
 

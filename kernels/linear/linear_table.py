@@ -255,14 +255,14 @@ def gated_prefill_launch(I, K, rows, programs, memory=H200):
     )
 
 
-def launch_of_rows(N, K, rows, programs, memory=H200, splits=None, late=False):
+def launch_of_rows(N, K, rows, programs, memory=H200, splits=None):
     """What distinguishes the launches of a product [N, K] at one number of rows from those at another.
 
-    splits: ranges of K, None: num_splits(N, K); late: see prefill_launch
+    splits: ranges of K, None: num_splits(N, K)
     """
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
-    return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory, late)
+    return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory)
 
 
 def num_shares(launch, N, S, rows, programs):
