@@ -17,7 +17,15 @@ from ...evaluation.timing import release, time_of
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.linear.linear import decode_parts, empty_rows, prefill_parts
 from ...kernels.linear.linear_prefill import maps_fit
-from ...kernels.linear.linear_table import DECODE_ROWS, SPLIT_ALIGNMENT, Launch, PrefillLaunch, num_splits, tile_rows
+from ...kernels.linear.linear_table import (
+    DECODE_ROWS,
+    HANDOVER,
+    SPLIT_ALIGNMENT,
+    Launch,
+    PrefillLaunch,
+    num_splits,
+    tile_rows,
+)
 
 SHARED_MEMORY = 227 << 10  # bytes of an H200's multiprocessor that one program may take
 PAST_L2 = 300e6  # bytes of weights that a measurement walks through, six times the L2
@@ -70,6 +78,8 @@ def prefill_launches(splits, operands=1):
             apart or splits == 1 or not launch.in_halves
         ):
             yield launch
+    for launch in sorted({launch for by_rows in HANDOVER.values() for launch in by_rows.values()}):
+        yield launch._replace(features=launch.features // operands)
 
 
 def cases_of(products, rows, dtype):

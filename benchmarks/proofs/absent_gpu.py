@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ...kernels.linear import linear_handover
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.overlap import has_tensor_maps
 from ...kernels.shared_memory import shared_memory
@@ -111,6 +112,10 @@ class AbsentGpu(TorchFunctionMode):
         for patched in (
             patch(torch.cuda, "get_device_properties", lambda device: properties),
             patch(torch.cuda, "get_device_capability", lambda device: gpu.capability),
+            # The real ones stay, for graphs hold their address.
+            patch(
+                linear_handover, "handover_flags", lambda device: torch.empty(gpu.multiprocessors, device=device).int()
+            ),
             patch(triton.runtime.driver, "_active", driver),
             patch(triton.knobs.runtime, "jit_cache_hook", self._record),
         ):

@@ -22,6 +22,7 @@ from .linear import (
     linear_reference,
     range_product,
 )
+from .linear_handover import handover_product
 from .linear_prefill import TensorDescriptor, map_of_rows, maps_fit, num_multiprocessors, tile_of
 from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits
 
@@ -142,6 +143,8 @@ def gate_up_silu(x, w, b=None, launch=None, splits=None):
     programs, many = num_multiprocessors(x.device), M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w)
     if many:
         launch = launch or gated_prefill_launch(width, K, M, programs, shared_memory(x.device))
+    if many and launch.handover:
+        return handover_product(x, w, b, 1, launch, y, gated=True)
     if many and not launch.in_halves:
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from ..shared_memory import shared_memory
+from .linear_handover import handover_product
 from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, prefill_linear
 from .linear_table import (
     DECODE_ROWS,
@@ -293,7 +294,9 @@ def prefill_parts(x, w, b=None, splits=None, launch=None, out=None, late=False):
     """
     S = splits or num_splits(*w.shape)
     gpu = num_multiprocessors(x.device), shared_memory(x.device)
-    launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu)
+    launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu, late=late)
+    if launch.handover:
+        return handover_product(x, w, b, S, launch, out)
     return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out, late)
 
 

@@ -130,15 +130,18 @@ def maps_fit(x, w):
     return fits and N % 8 == 0 and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
 
 
-def map_of_rows(x, launch):
+def map_of_rows(x, launch, block=None):
     """Tensor map of x [M, K] in row tiles of a launch, over the memory after x where it goes on (empty_rows).
 
     What stands there reaches only rows that are never stored. Rows that a map must fill in are slow to load.
+    block: rows that are loaded at a time, None: a tile's
     """
     rows, width = x.shape
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // width
     whole = triton.cdiv(rows, launch.rows) * launch.rows
-    return TensorDescriptor(x, [whole if room >= whole else rows, width], [width, 1], [launch.rows, launch.depth])
+    return TensorDescriptor(
+        x, [whole if room >= whole else rows, width], [width, 1], [block or launch.rows, launch.depth]
+    )
 
 
 def prefill_linear(x, w, b, S, launch, out=None, late=False):

@@ -42,11 +42,12 @@ class PrefillLaunch(NamedTuple):
     warps: int
     group: int
     apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
+    handover: bool = False  # one program begins a tile that another one ends; ranges are apart
 
     @property
     def in_halves(self):
         """Whether the row tile is two powers of two on the same weights: then the decode kernel takes it, weights on the left."""
-        return halves_of_tile(self.rows)[1] > 0
+        return halves_of_tile(self.rows)[1] > 0 and not self.handover
 
 
 # The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K. Up to 16 row tiles walk the
@@ -62,6 +63,24 @@ PREFILL_TILES = {
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 16)
 SECOND_RANGE_STEP = 700  # nanoseconds, as above
+
+# Where programs hand over sums (linear_handover.py), by the first and the last number of rows. An 8B under load, microseconds
+# before and after: gate and up of 192 rows 110 and 93, of 320 152 and 139, of 384 166 and 160, of 768 346 and 273; qkv of 512 rows
+# 49 and 47, of 768 75 and 68. Gate and up of 640 rows on an H100: 290 and 253. Nothing gained for gate and up at 256, 512 and 1000
+# rows, nor in `out`, `down` and lm_head: as the power is the limit (700 W), multiprocessors that idle in the last wave cost little.
+HANDOVER = {
+    (28672, 4096): {
+        (161, 192): PrefillLaunch(192, 128, 64, 5, 4, 1, True, True),
+        (257, 320): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (321, 384): PrefillLaunch(128, 256, 64, 4, 8, 1, True, True),
+        (577, 640): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (641, 768): PrefillLaunch(256, 128, 64, 4, 8, 1, True, True),
+    },
+    (6144, 4096): {
+        (449, 512): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (705, 768): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+    },
+}
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
@@ -204,12 +223,17 @@ def gated_launch(I, K, rows, itemsize=2):
     return Launch(64, 64, 4, 8) if I < 8192 else Launch(128, 64, 4, 8)
 
 
-def prefill_launch(N, K, S, rows, programs, memory=H200):
+def prefill_launch(N, K, S, rows, programs, memory=H200, late=False):
     """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
+    On a GPU like the H200 some products hand over sums instead (HANDOVER), unless they are late: beside another one (linear.py).
     """
+    if not late and S == 1 and (programs, memory) == (MULTIPROCESSORS, H200):
+        for (first, last), launch in HANDOVER.get((N, K), {}).items():
+            if first <= rows <= last:
+                return launch
     if S == 1:
         times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
     else:
@@ -239,6 +263,11 @@ def launch_of_rows(N, K, rows, programs, memory=H200, splits=None):
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
     return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory)
+
+
+def num_shares(launch, N, S, rows, programs):
+    """Shares into which a handover launch cuts the tiles of a row tile, each a tile at least; 0: there are too many row tiles."""
+    return min(programs // -(-rows // launch.rows), -(-N // launch.features) * S)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):

@@ -88,7 +88,7 @@ def test_every_tile_of_many_rows_fits_the_gpu(memory, splits):
         assert launch.stages >= 2 + memory.held  # loads overlap products
         assert launch.depth == 64
     if memory == H200:
-        whole = {launch._replace(apart=False) for launch in found}
+        whole = {launch._replace(apart=False) for launch in found if not launch.handover}
         assert whole <= {*PREFILL_TILES, SECOND_RANGE}
     else:
         assert all(launch.apart == (splits > 1) for launch in found)  # no room for a program that sums all ranges
