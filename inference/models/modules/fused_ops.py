@@ -31,6 +31,7 @@ from .deferred import (
     is_whole,
     is_whole_product,
 )
+from .divided_weight import DividedWeight
 
 
 def fused_linear(mode, function, x, w, b=None):
@@ -156,8 +157,11 @@ def _gated(mode, gate, up):
     if left != (0, width) or right != (width, width) or 2 * width != product.w.shape[0]:
         return NotImplemented
     mode.fused["gated"] += 1
+    mode.gated.append(product.w)
     if product.rows.is_meta:
         return torch.empty(up.shape, dtype=up.dtype, device="meta")
+    if isinstance(product.w, DividedWeight):
+        return product.w.gated(product.rows, product.b).view(up.shape)
     return gate_up_silu(product.rows, product.w, product.b).view(up.shape)
 
 
