@@ -50,7 +50,8 @@ class DividedWeight:
 
     def product(self, x, b=None, out=None):
         """x W^T + b of all features, in `out` if given.  [M, K], [N] -> [M, N]"""
-        return self.joined(linear(x, self.w, self.bias(b), splits=self.splits), out=out)
+        slot = self.division.ranks.slot((len(x), len(self.w)), x.dtype)
+        return self.joined(linear(x, self.w, self.bias(b), slot, self.splits), out=out)
 
     def gated(self, x, b=None):
         """silu(gate) * up of all features.  [M, K], [N] -> [M, N / 2]"""
