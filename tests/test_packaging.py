@@ -39,8 +39,8 @@ PUBLIC = {
     "heads": "block checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "block eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading remote_code tensor_checks user_errors weight_files",
-    "inference/models": "adapter architectures blocks canary checkpoint_files decoder division layer_reach memory support "
-    "target_source transport weights",
+    "inference/models": "adapter architectures blocks canary checkpoint_files decoder divided_weight division layer_reach memory "
+    "support target_source transport weights",
     "inference/models/modules": "divided_products module_decoder module_source module_trial norm_modules",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",

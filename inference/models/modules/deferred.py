@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ....kernels.linear.linear import add_parts, linear, linear_parts
-from .divided_weight import DividedWeight
+from ..divided_weight import DividedWeight
 
 # Operations that give a view where the strides allow it.
 VIEWS = {

@@ -5,12 +5,9 @@
         module = AutoModelForCausalLM.from_pretrained(folder)
     packed = division.divide(module, groups, trial, device)  # {id of a weight: DividedWeight, or a ProductGroup of one}
 
-A feature has the same bits whichever features are computed beside it, as long as the ranges of K are those of the whole weight. So
-any number of ranks gives the bits of one device, whatever the module does between its products. Everything else, attention and
-its cache included, is computed by every rank, from weights that are held whole: embeddings, norms, and products too small to gain.
-
-Every rank computes equally many features, a multiple of ALIGNMENT. Where the ranks do not divide them, the last ones compute some
-that others compute, too: that needs no padding, and a tied lm_head's rows stay those of the embedding.
+A feature's bits do not depend on the features beside it (divided_weight.py). So any number of ranks gives the bits of one device,
+whatever the module does between its products. Everything else, attention and its cache included, is computed by every rank, from
+weights that are held whole: embeddings, norms, and products too small to gain. Of a tied lm_head a rank multiplies its rows.
 
 Letters: M rows, N x K a weight, n features of one rank, E experts, R ranks.
 """
@@ -21,8 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..division import ALIGNMENT
-from .divided_weight import DividedWeight
+from ..divided_weight import DividedWeight, new_of_ranks, rows_of_rank
 from .expert_modules import expert_weights, is_gated, is_weight_of_experts
 from .product_groups import ProductGroup, is_product, pack_products, tied_weights
 
@@ -39,25 +35,15 @@ class FeatureDivision:
         self.ranks = ranks
         self._experts = {}  # {id of a parameter: (what is held of it, a Parameter, and its DividedWeight)}
 
-    def rows_of(self, features, rank=None):
-        """Which of so many features are a rank's, by default this one's: range(first, end)."""
-        rank = self.ranks.rank if rank is None else rank
-        count = -(-features // (self.ranks.size * ALIGNMENT)) * ALIGNMENT
-        count = min(count, features)
-        first = min(rank * count, features - count)
-        return range(first, first + count)
-
-    def new_of_ranks(self, features):
-        """Which of each rank's features no rank before it has (slices)."""
-        end = 0
-        for rank in range(self.ranks.size):
-            rows = self.rows_of(features, rank)
-            yield slice(end - rows.start, None)
-            end = rows.stop
+    def rows_of(self, features):
+        """Which of so many features are this rank's: range(first, end)."""
+        return rows_of_rank(features, self.ranks.rank, self.ranks.size)
 
     def joined_rows(self, table, count):
         """A weight [N, K] of all ranks, which call this together.  table: [n, K] of this rank; count: N"""
-        return torch.cat([part[new] for part, new in zip(self.ranks.gather(table), self.new_of_ranks(count))])
+        return torch.cat(
+            [part[new] for part, new in zip(self.ranks.gather(table), new_of_ranks(count, self.ranks.size))]
+        )
 
     def held_bytes(self, module, dtype):
         """Bytes in dtype of the parameters of a module (on `meta`) that a rank holds, or more: groups count as their members."""
@@ -98,7 +84,7 @@ class FeatureDivision:
         held = held.flatten(1, 2).contiguous().to(device)  # [E, h n, K]
         found = nn.Parameter(held.mT if module.is_transposed else held, requires_grad=False)
         found._is_hf_initialized = True  # transformers' mark: it would make other values
-        self._experts[id(found)] = found, DividedWeight(held, tuple(whole.shape[1:]), stretches, self)
+        self._experts[id(found)] = found, DividedWeight(held, tuple(whole.shape[1:]), stretches, self.ranks)
         return found
 
     # --- everything else: once it is known which products are one ---
@@ -127,10 +113,7 @@ class FeatureDivision:
             if (
                 id(first.weight) in tied
             ):  # others read it, too (an embedding): it stays whole, and this rank multiplies its rows
-                whole = _rows_of(first)
-                rows = self.rows_of(len(whole))
-                held = whole[rows.start : rows.stop].contiguous()
-                packed[id(first.weight)] = DividedWeight(held, tuple(whole.shape), 1, self)
+                packed[id(first.weight)] = DividedWeight.of(_rows_of(first).contiguous(), self.ranks)
         for parts, divided, sizes in taken:
             packed |= _packed(parts, divided, sizes)
         return packed
@@ -150,7 +133,7 @@ class FeatureDivision:
                 start += len(weight)
         for part in parts:
             part.weight = nn.Parameter(part.weight.new_empty(0, device=device), requires_grad=False)
-        return DividedWeight(torch.cat(pieces), shape, stretches, self), sizes
+        return DividedWeight(torch.cat(pieces), shape, stretches, self.ranks), sizes
 
 
 def _packed(parts, divided, sizes):

@@ -19,6 +19,7 @@ from ....kernels.layer_norm import add_layer_norm, layer_norm
 from ....kernels.linear.gated_mlp import gate_up_silu
 from ....kernels.rms_norm import add_rms_norm, rms_norm
 from ....kernels.row_sum import row_sum
+from ..divided_weight import DividedWeight
 from .deferred import (
     Call,
     Deferred,
@@ -31,7 +32,6 @@ from .deferred import (
     is_whole,
     is_whole_product,
 )
-from .divided_weight import DividedWeight
 
 
 def fused_linear(mode, function, x, w, b=None):

@@ -22,10 +22,10 @@ from ....kernels.jit import on_device
 from ....kernels.linear.experts import tile_of_pairs
 from ..architectures import ARCHITECTURES, UnsupportedArchitecture
 from ..decoder import row_counts
+from ..divided_weight import DividedWeight
 from ..division import WHOLE
 from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
-from .divided_weight import DividedWeight
 from .expert_modules import expert_weights
 from .fixed_rope import fixed_ropes
 from .module_lock import lock_of, one_at_a_time

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .divided_weight import DividedWeight
+from ..divided_weight import DividedWeight
 from .module_outline import has_hooks
 
 

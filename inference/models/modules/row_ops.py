@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....kernels.row_sum import row_softmax, row_sum
 from ....kernels.row_top import row_top, row_top_reference
+from ..divided_weight import DividedWeight
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
-from .divided_weight import DividedWeight
 from .fused_ops import FUSED
 
 # They move or make data, compare, or round once per element: the same bits wherever an element stands.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from headstart.inference.models.divided_weight import new_of_ranks, rows_of_rank
 from headstart.inference.models.modules import divided_products
 from headstart.inference.models.modules.divided_products import FeatureDivision
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
@@ -25,10 +26,9 @@ def divisions(size):
 @pytest.mark.parametrize("features", [5, 16, 40, 97, 256, 32003])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_ranks_have_equally_many_features_and_together_all(features, size):
-    ours, numbers = divisions(size), torch.arange(features)
-    parts = [numbers[rows.start : rows.stop] for rows in (one.rows_of(features) for one in ours)]
+    numbers, new = torch.arange(features), list(new_of_ranks(features, size))
+    parts = [numbers[rows.start : rows.stop] for rows in (rows_of_rank(features, rank, size) for rank in range(size))]
     assert len({len(part) for part in parts}) == 1
-    new = list(ours[0].new_of_ranks(features))
     assert torch.equal(torch.cat([part[own] for part, own in zip(parts, new)]), numbers)
     assert len(parts[0]) <= -(-features // size) + 15
 
