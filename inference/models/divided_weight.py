@@ -19,6 +19,14 @@ from ...kernels.linear.linear import linear
 from ...kernels.linear.linear_table import num_splits
 from .division import ALIGNMENT
 
+# Bytes of a weight up to which every rank holds it whole: a gather and the copy after it take some 7 us, time to read 30 MB.
+SMALL = 2**25
+
+
+def is_small(num_bytes):
+    """Whether a weight of so many bytes is not worth dividing."""
+    return num_bytes <= SMALL
+
 
 def rows_of_rank(features, rank, size):
     """Which of so many features are a rank's: range(first, end)."""

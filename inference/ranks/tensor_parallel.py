@@ -81,6 +81,14 @@ class TensorParallel:
         if device.type == "cuda" and self.size > 1:
             check_gpus(device, self.size)
 
+    def check_drafts(self, asked):
+        """ValueError for a draft_tensor_parallel_size that is neither 1 nor all ranks.  asked: None for the default"""
+        if asked not in (None, 1, self.size):
+            raise ValueError(
+                f"draft_tensor_parallel_size={asked}: a head's lm_heads are divided among all {self.size} ranks "
+                f"(tensor_parallel_size), or held whole by each: give {self.size}, 1, or leave it out"
+            )
+
     @contextmanager
     def joined(self, config, device, arguments):
         """Start the other ranks, whose LLMs have these arguments, and meet them.  -> the Division of this rank's decoder

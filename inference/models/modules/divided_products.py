@@ -18,12 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..divided_weight import DividedWeight, new_of_ranks, rows_of_rank
+from ..divided_weight import DividedWeight, is_small, new_of_ranks, rows_of_rank
 from .expert_modules import expert_weights, is_gated, is_weight_of_experts
 from .product_groups import ProductGroup, is_product, pack_products, tied_weights
-
-# Bytes of a weight up to which every rank holds it whole: a gather and the copy after it take some 7 us, time to read 30 MB.
-SMALL = 2**25
 
 
 class FeatureDivision:
@@ -50,7 +47,7 @@ class FeatureDivision:
         found = {id(parameter): parameter.numel() * dtype.itemsize for parameter in module.parameters()}
         embedding = module.get_input_embeddings().weight
         for weight in (weight for part in module.modules() for weight in _weights_of(part)):
-            if found[id(weight)] > SMALL and weight is not embedding:
+            if not is_small(found[id(weight)]) and weight is not embedding:
                 found[id(weight)] = -(-weight.numel() // self.ranks.size) * dtype.itemsize
         return sum(found.values())
 
@@ -73,7 +70,7 @@ class FeatureDivision:
 
     def take_experts(self, module, name, weight, device):
         """A Parameter of this rank's part of a module's weights [E, N, K] (transposed: [E, K, N]); None if it is held whole."""
-        if not is_weight_of_experts(module, name) or weight.nbytes <= SMALL or id(weight) in self._experts:
+        if not is_weight_of_experts(module, name) or is_small(weight.nbytes) or id(weight) in self._experts:
             return None
         self.ranks.check()
         whole = weight.data.mT if module.is_transposed else weight.data  # [E, N, K]
@@ -100,7 +97,7 @@ class FeatureDivision:
         small, large = [], []
         for names in (*groups, *([name] for name in trial.multiplied if name not in grouped)):
             parts = [module.get_submodule(name) for name in names]
-            (large if sum(part.weight.nbytes for part in parts) > SMALL else small).append((names, parts))
+            (small if is_small(sum(part.weight.nbytes for part in parts)) else large).append((names, parts))
         taken = []  # (Linears of one product, this rank's part of it, how many rows each has)
         for names, parts in large:
             self.ranks.check()

@@ -19,10 +19,11 @@ from ....kernels.attention.tree_attention import build_tree_index
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
-from ...models.blocks import Layer, Norm, Rotary, lm_head_logits
+from ...models.blocks import Layer, Norm, Rotary, widened
 from ...models.decoder import ForwardPass
 from ...models.weights import weights_of_layer
 from .drafter import Drafter
+from .lm_heads import WholeLMHead
 
 
 class BlockPass(Drafter):
@@ -61,10 +62,15 @@ class BlockPass(Drafter):
             for layer in head.layers
         ]
         self.norm = Norm(head.norm.weight.data, config.rms_norm_eps)
+        self.lm_head = None if head.uses_target_lm_head else WholeLMHead(head.lm_head.weight)
         self.masks = torch.full((1, self.size - 1), config.mask_token_id, device=device)
         self.slots = torch.arange(self.size, device=device)
         # To the attention the block is a tree of one path. A slot that sees the whole block counts as its deepest node.
         self.depths = self.slots if config.is_causal else torch.full_like(self.slots, self.size - 1)
+
+    def place_lm_heads(self, lm_heads):
+        if self.lm_head is not None:
+            self.lm_head = lm_heads(self.head.lm_head.weight)
 
     def attach(self, kv):
         self.kv = kv
@@ -84,10 +90,10 @@ class BlockPass(Drafter):
             parts, residual = layer(x, residual, forward_pass, layer_kv)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
         drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).flatten(0, 1)  # [K B, H]
-        if self.head.uses_target_lm_head:
+        if self.lm_head is None:
             logits = self.decoder.logits(drafted.to(self.decoder.dtype))
         else:
-            logits = lm_head_logits(drafted, self.head.lm_head.weight)
+            logits = widened(self.lm_head.product(drafted))
         return logits.view(num_depths, len(tokens), -1)
 
     def whole(self, logits):

@@ -16,7 +16,9 @@ from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.drafters.lm_heads import DividedLMHead
 from headstart.tests.inference.models.small_architectures import small_config
+from headstart.tests.inference.ranks.test_lm_heads import drafted, head_of, lm_heads_of
 from headstart.tests.inference.ranks.test_ranks import outputs_of, speculations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:with tensor_parallel_size")]
@@ -128,6 +130,21 @@ def test_modules_on_ranks_give_the_bits_of_one(model_type, size, method, eager, 
     llm = gpu_llm(config, size, speculative_config=speculative, **how)
     assert outputs_of(llm) == expected
     assert llm.engine.decoder.weight_bytes < 0.8 * held
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "mlp_speculator", "block"])
+def test_drafts_are_the_same_however_lm_heads_are_placed(method, divided_folder, gpu_llm, tmp_path):
+    """Whole on each rank, and divided."""
+    save_head(head_of(method.removesuffix("_speculator")), tmp_path / "head")
+    tree, found = "dynamic" if method == "eagle3" else "chain", []
+    for asked in (1, 2):
+        spec = dict(model=str(tmp_path / "head"), tree=tree, draft_tensor_parallel_size=asked)
+        llm = gpu_llm(divided_folder, 2, speculative_config=spec)
+        placed = {isinstance(one, DividedLMHead) for one in lm_heads_of(llm.engine.drafter)}
+        assert placed == {asked == 2}
+        found.append(drafted(llm))
+        llm.session.ranks.end()
+    assert found[0] == found[1]
 
 
 def test_modules_on_ranks_read_their_parts_of_files(gpu_llm, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from headstart.benchmarks import random_heads
-from headstart.inference.models.modules import divided_products
+from headstart.inference.models import divided_weight
 from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.inference.models.small_architectures import small_config, small_model
 
@@ -14,7 +14,7 @@ PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 90)), [5] * 9]
 @pytest.fixture(autouse=True)
 def divides_all(monkeypatch):
     """Small weights are divided, too."""
-    monkeypatch.setattr(divided_products, "SMALL", 0)
+    monkeypatch.setattr(divided_weight, "SMALL", 0)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_ranks_give_the_bits_of_one_process(model_type, size, method, folder, fo
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt2"])
 def test_random_weights_and_small_ones_are_those_of_one_process(model_type, forked_llm, monkeypatch):
     """Where the bound divides some weights and leaves others whole."""
-    monkeypatch.setattr(divided_products, "SMALL", 48 * 48 * 4)
+    monkeypatch.setattr(divided_weight, "SMALL", 48 * 48 * 4)
     config = small_config(model_type, tie_word_embeddings=False)
     one, llm = (forked_llm(config, size, load_format="dummy", **HOW) for size in (1, 2))
     assert outputs(llm) == outputs(one)

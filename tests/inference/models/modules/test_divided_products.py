@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from headstart.inference.models import divided_weight
 from headstart.inference.models.divided_weight import new_of_ranks, rows_of_rank
-from headstart.inference.models.modules import divided_products
 from headstart.inference.models.modules.divided_products import FeatureDivision
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.inference.models.modules.module_source import load_module, on_meta
@@ -36,7 +36,7 @@ def test_ranks_have_equally_many_features_and_together_all(features, size):
 @pytest.fixture
 def mixtral(tmp_path, monkeypatch):
     """A small model, its folder, and the decoders of two ranks on it."""
-    monkeypatch.setattr(divided_products, "SMALL", 0)
+    monkeypatch.setattr(divided_weight, "SMALL", 0)
     model = small_model("mixtral", vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     model.save_pretrained(tmp_path)
     device, decoders = torch.device("cpu"), []
@@ -66,7 +66,7 @@ def test_the_bytes_of_a_rank_are_known_before_it_loads(mixtral):
 
 def test_weights_that_something_else_reads_too_are_held_whole(monkeypatch):
     """A linear that a module does not only multiply by."""
-    monkeypatch.setattr(divided_products, "SMALL", 0)
+    monkeypatch.setattr(divided_weight, "SMALL", 0)
     model, device = small_model("opt"), torch.device("cpu")
     layer = model.model.decoder.layers[0]
     layer.fc2.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.fc2.weight, layer.fc2.bias)
