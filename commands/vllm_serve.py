@@ -45,7 +45,9 @@ SERVER = (
     Theirs("headless", (False,), "one process runs the engine: leave it out"),
     Theirs("use_v2_block_manager", ANY, "the cache is one of pages"),
     Theirs(
-        "speculative_draft_tensor_parallel_size", (1,), "every rank holds heads and draft models whole: leave it out"
+        "speculative_draft_tensor_parallel_size",
+        (1,),
+        "give --speculative-config '{\"draft_tensor_parallel_size\": N, ...}'",
     ),
 )
 # How each is parsed.

@@ -83,7 +83,9 @@ class LLM:
         rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the
         default of "strict"), "probabilistic" (the default of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the
         tree in every step to the depth with the most tokens per second measured so far, down to no drafts at all;
-        num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens}.
+        num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens};
+        draft_tensor_parallel_size: 1: each rank multiplies by a head's own lm_heads whole; tensor_parallel_size: the ranks divide
+        them by tokens; None: whichever takes less time by their size. The drafts are the same.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
     tensor_parallel_size: number of ranks, each a process, that divide the weights (docs/engine.md).
@@ -154,6 +156,8 @@ class LLM:
         parallel = TensorParallel.parse(tensor_parallel_size, tensor_parallel_invariant)
         if parallel.size > 1:
             device = parallel.device_of(choose_device(device))
+        if speculative is not None:
+            parallel.check_drafts(speculative.draft_tensor_parallel_size)
 
         # Everything that can be refused is refused before the target's weights are read.
         model = at_revision(model, revision, download_dir, trust_remote_code)

@@ -40,11 +40,11 @@ PUBLIC = {
     "packed_attention",
     "heads/formats": "block eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading remote_code tensor_checks user_errors weight_files",
-    "inference/models": "adapter architectures blocks canary checkpoint_files decoder division layer_reach memory support "
-    "target_source transport weights",
-    "inference/models/modules": "module_decoder module_source module_trial norm_modules",
+    "inference/models": "adapter architectures blocks canary checkpoint_files decoder divided_weight division layer_reach memory "
+    "support target_source transport weights",
+    "inference/models/modules": "divided_products module_decoder module_source module_trial norm_modules",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
-    "inference/speculation/drafters": "draft_model drafter ngram",
+    "inference/speculation/drafters": "draft_model drafter lm_heads ngram",
     "inference/grammar": "grammars library matcher structured_outputs",
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params session threads "

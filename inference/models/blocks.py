@@ -186,4 +186,9 @@ def lm_head_logits(hidden, weight, divisor=1.0, out=None, splits=None):
     logits = linear(hidden, weight, out=out, splits=splits)
     if divisor != 1:
         logits = logits / divisor if out is None else logits.div_(divisor)
+    return widened(logits)
+
+
+def widened(logits):
+    """Logits in the dtype that they are read in: on a GPU the model's, on the CPU fp32 at least."""
     return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()

@@ -20,8 +20,8 @@ from torch import nn
 
 from ...heads.storage.keywords import python_value
 from ..engine.options import check_whole
-from ..models.architectures import ARCHITECTURES
 from ..models.division import INVARIANTS, WHOLE, Division, check_divides
+from ..models.modules.divided_products import FeatureDivision
 from ..models.support import decoder_class
 from ..models.transport import ALONE, GlooRanks
 from ..session import Session
@@ -68,7 +68,7 @@ class TensorParallel:
         return self.size > 1 or self.invariant is not None
 
     def check(self, model, config, device):
-        """ValueError for what cannot be divided: heads, kinds of models, weights that are loaded, GPUs.  device: torch.device"""
+        """ValueError for what cannot be divided: heads, weights that are loaded, GPUs.  device: torch.device"""
         if not self.divides or self.member:  # rank 0 has checked
             return
         given = f"tensor_parallel_size={self.size}"
@@ -76,14 +76,18 @@ class TensorParallel:
             raise ValueError(
                 f"{given} reads its parts in several processes: give the model's folder, not a loaded model"
             )
-        if not decoder_class(config).is_packed:
-            raise ValueError(
-                f"{given} divides models of the types {', '.join(ARCHITECTURES)}; this {config.model_type} model runs on one "
-                "device: leave it out"
-            )
-        check_divides(config, self.size, self.invariant)
+        if decoder_class(config).is_packed:
+            check_divides(config, self.size, self.invariant)
         if device.type == "cuda" and self.size > 1:
             check_gpus(device, self.size)
+
+    def check_drafts(self, asked):
+        """ValueError for a draft_tensor_parallel_size that is neither 1 nor all ranks.  asked: None for the default"""
+        if asked not in (None, 1, self.size):
+            raise ValueError(
+                f"draft_tensor_parallel_size={asked}: a head's lm_heads are divided among all {self.size} ranks "
+                f"(tensor_parallel_size), or held whole by each: give {self.size}, 1, or leave it out"
+            )
 
     @contextmanager
     def joined(self, config, device, arguments):
@@ -96,7 +100,7 @@ class TensorParallel:
         elif self.member or self.size == 1:
             if self.member and device.type == "cuda":
                 torch.cuda.set_device(device)  # this process has no other
-            yield Division(config, self._transport(self.member, device), device.type, self.invariant)
+            yield self._division(config, self._transport(self.member, device), device)
         else:
             self.processes = RankProcesses(self.size)
             with self.processes.starting():
@@ -105,7 +109,7 @@ class TensorParallel:
                 ranks = self._transport(host, device)
                 if device.type == "cuda":
                     self.processes.stop_by(ranks.stopper())
-                division = Division(config, ranks, device.type, self.invariant)
+                division = self._division(config, ranks, device)
                 self._tell(division)
                 yield division
 
@@ -115,6 +119,12 @@ class TensorParallel:
             return device
         rank = self.member.rank if self.member else 0
         return torch.device("cuda", _gpus(device, self.size)[rank])
+
+    def _division(self, config, ranks, device):
+        """The part of one rank of a model."""
+        if decoder_class(config).is_packed:
+            return Division(config, ranks, device.type, self.invariant)
+        return WHOLE if ranks.size == 1 else FeatureDivision(ranks)  # the same bits for any number
 
     def _transport(self, host, device):
         """What gathers tensors on a device.  host: the GlooRanks, None for a group of one"""

@@ -24,7 +24,6 @@ DRAFT_SAMPLE_METHODS = {name: name for name in DRAFT_SAMPLING} | {"probabilistic
 
 # Keys of vLLM's speculative_config that are not ours.
 SPECULATIVE = (
-    Theirs("draft_tensor_parallel_size", (None, 1), "every rank holds heads and draft models whole: leave it out"),
     Theirs("max_model_len", (None,), "the drafter has the LLM's max_model_len: leave it out"),
     Theirs("quantization", (None,), "weights are not quantised: give the drafter in bfloat16 or float16"),
     Theirs("code_revision", (None,), "no code of a drafter is run: leave it out"),
@@ -58,6 +57,7 @@ class SpeculativeOptions:
     acceptance_length: float | None = None
     adaptive: bool = False
     num_speculative_tokens_per_batch_size: dict | None = None
+    draft_tensor_parallel_size: int | None = None
 
     @classmethod
     def parse(cls, config):
@@ -105,6 +105,9 @@ class SpeculativeOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or value not in known):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        ranks = self.draft_tensor_parallel_size
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise ValueError(f"draft_tensor_parallel_size must be a whole number of at least 1, got {ranks!r}")
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"speculative_config['adaptive'] must be True or False, got {self.adaptive!r}")
         if self.adaptive and self.num_speculative_tokens_per_batch_size is not None:

@@ -13,6 +13,7 @@ from ...heads.head import Head
 from ..models.support import check_supported
 from ..models.target_source import load_decoder, target_config
 from .drafters.draft_model import DraftModelDrafter
+from .drafters.lm_heads import LMHeads
 from .drafters.ngram import NgramDrafter
 from .options import is_config, name_of
 from .tree import MAX_NODES
@@ -46,10 +47,13 @@ class Proposer:
 
 
 class HeadProposer(Proposer):
-    """A head of any family. source: as the user named it. A module is used in place; weights read go to the target's device."""
+    """A head of any family. source: as the user named it. A module is used in place; weights read go to the target's device.
 
-    def __init__(self, head, source):
-        self.head, self.source, self.family = head, source, family_of(head)
+    ranks_asked: draft_tensor_parallel_size
+    """
+
+    def __init__(self, head, source, ranks_asked=None):
+        self.head, self.source, self.family, self.ranks_asked = head, source, family_of(head), ranks_asked
         self.method = self.family.key
         self.depth = head.num_speculative_tokens
         self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
@@ -90,6 +94,8 @@ class HeadProposer(Proposer):
         drafter = import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
         if head is not self.source:
             drafter.freeze()
+        if decoder.ranks.size > 1:
+            drafter.place_lm_heads(LMHeads(decoder.ranks, self.ranks_asked))
         return drafter
 
 
@@ -134,7 +140,11 @@ def find_proposer(options, target):
 
     target: the target's config. Raises ValueError if the head or draft model does not fit it, or contradicts options.method.
     """
-    method, model = options.method, options.model
+    method, model, ranks = options.method, options.model, options.draft_tensor_parallel_size
+    if ranks not in (None, 1) and (method in ("ngram", "draft_model") or (method is None and is_draft_model(model))):
+        raise ValueError(
+            f"draft_tensor_parallel_size={ranks} divides lm_heads of heads, and every rank holds a draft model whole: leave it out"
+        )
     if method == "ngram":
         return NgramProposer(*options.lookup_range)
     text = target.get_text_config()
@@ -156,7 +166,7 @@ def find_proposer(options, target):
         raise ValueError(
             f"speculative_config['model'] must be a head ({known}) or a loaded *ForCausalLM, got a {type(model).__name__} module"
         )
-    proposer = HeadProposer(model if isinstance(model, Head) else load_head(model), model)
+    proposer = HeadProposer(model if isinstance(model, Head) else load_head(model), model, ranks)
     if method not in (None, proposer.method):
         raise ValueError(
             f"speculative_config says method={method!r}, but {name_of(model)} is a head of the method {proposer.method!r}"

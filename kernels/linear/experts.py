@@ -6,7 +6,8 @@
     rows), up_bias [E, N], down [E, H, I], down_bias [E, H]  ->  [M, H]
 
 Order of the sums: `up` has one range of K, `down` those of a plain product of its shape (linear_table.py). Within a range the
-weighted experts are added in the router's order, then the ranges, all in fp32. So dividing ranges over GPUs would change no bit.
+weighted experts are added in the router's order, then the ranges, all in fp32. So dividing features, or ranges, over GPUs changes
+no bit (`joined`).
 
 On a GPU each expert lists its (row, expert) pairs, in the order of rows, and a program multiplies some of them with some features
 of one expert: only chosen experts are read, the grid has a fixed size, and nothing waits for the host or is added atomically. A
@@ -144,15 +145,17 @@ def _combine(
     tl.store(y + row * H + columns, total.to(y.dtype.element_ty), mask=mask)
 
 
-def experts(x, index, weights, up, down, act=SILU, up_bias=None, down_bias=None):
+def experts(x, index, weights, up, down, act=SILU, up_bias=None, down_bias=None, joined=None, splits=None):
     """The mixture; see the module for shapes and order.  -> [M, H]
 
     act: SILU (silu(gate) * up), or a function [P, N] -> [P, I] that works row by row and gives a row the same bits in any company.
+    Where `up` has some of the features, other devices the others, joined makes all of them of these: of [P, I] after SILU, of
+    [P, N] before any other act. Where `down` has some, so has the result; splits: ranges of K of the whole `down` (num_splits).
     Raises ValueError for shapes that do not fit.
     """
-    _check(x, index, weights, up, down, act, up_bias, down_bias)
+    _check(x, index, weights, up, down, act, up_bias, down_bias, joined)
     if not on_triton(x):
-        return _expert_by_expert(x, index, weights, up, down, act, up_bias, down_bias)
+        return _expert_by_expert(x, index, weights, up, down, act, up_bias, down_bias, joined)
     for w, b in ((up, up_bias), (down, down_bias)):
         check_kernel_operands("experts", x, w, b)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
@@ -165,11 +168,10 @@ def experts(x, index, weights, up, down, act=SILU, up_bias=None, down_bias=None)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     _list_pairs[(num_experts,)](index, pairs, counts, num_pairs, num_rows, 1024, num_warps=4)
     lists = pairs, counts, num_rows, num_pairs
-    if act == SILU:
-        hidden = _launch(x, up, up_bias, lists, top_k, gated=True)[0]
-    else:
-        hidden = act(_launch(x, up, up_bias, lists, top_k)[0]).contiguous()
-    parts = _launch(hidden, down, None, lists, 1, parts=num_splits(*down.shape[1:]))
+    hidden = _launch(x, up, up_bias, lists, top_k, gated=act == SILU)[0]
+    hidden = hidden if joined is None else joined(hidden)
+    hidden = hidden if act == SILU else act(hidden).contiguous()
+    parts = _launch(hidden, down, None, lists, 1, parts=splits or num_splits(*down.shape[1:]))
     width, block = down.shape[1], 1024
     _combine[(num_rows, triton.cdiv(width, block))](
         parts,
@@ -195,7 +197,7 @@ def _launch(x, w, b, lists, top_k, gated=False, parts=None):
     N, S, itemsize = features // (2 if gated else 1), parts or 1, x.element_size()
     y = torch.empty(S, num_pairs, N, dtype=torch.float32 if parts else x.dtype, device=x.device)
     rows = tile_of_pairs(num_rows, num_pairs, num_experts, itemsize)
-    launch = (gated_launch if gated else decode_launch)(N, K, rows, itemsize)
+    launch = gated_launch(N, K, rows, itemsize) if gated else decode_launch(N, K, rows, itemsize, parts)
     maps = itemsize == 2 and maps_fit(x, w.view(-1, K))
     launch = fit_decode(launch, rows, shared_memory(x.device), 2 if gated and maps else 1, itemsize)
     source = TensorDescriptor.from_tensor(w.view(-1, K), [launch.features, launch.depth]) if maps else w
@@ -213,14 +215,16 @@ def tile_of_pairs(num_rows, num_pairs, num_experts, itemsize=2):
     return min(max(16, triton.next_power_of_2(share)), MOST_ROWS if itemsize == 2 else 64)
 
 
-def _expert_by_expert(x, index, weights, up, down, act, up_bias, down_bias):
+def _expert_by_expert(x, index, weights, up, down, act, up_bias, down_bias, joined):
     """The CPU's way: products of one range, experts added in the router's order."""
     wide = torch.promote_types(x.dtype, torch.float32)
     found = torch.zeros(*index.shape, down.shape[1], dtype=wide)
     for expert in index.unique().tolist():
         rows, places = (index == expert).nonzero(as_tuple=True)
         hidden = linear(x[rows], up[expert], None if up_bias is None else up_bias[expert])
-        hidden = silu_mul(hidden) if act == SILU else act(hidden)
+        hidden = silu_mul(hidden) if act == SILU else hidden
+        hidden = hidden if joined is None else joined(hidden)
+        hidden = hidden if act == SILU else act(hidden)
         products = linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
         found[rows, places] = products.to(wide) * weights[rows, places, None].to(wide)
     total = torch.zeros(len(x), down.shape[1], dtype=wide)
@@ -229,10 +233,12 @@ def _expert_by_expert(x, index, weights, up, down, act, up_bias, down_bias):
     return total.to(x.dtype)
 
 
-def _check(x, index, weights, up, down, act, up_bias, down_bias):
+def _check(x, index, weights, up, down, act, up_bias, down_bias, joined):
     fits = x.dim() == index.dim() == 2 and up.dim() == down.dim() == 3 and index.shape == weights.shape
     fits = fits and len(index) == len(x) and len(up) == len(down)
-    fits = fits and up.shape[2] == x.shape[1] and (act != SILU or up.shape[1] == 2 * down.shape[2])
+    fits = (
+        fits and up.shape[2] == x.shape[1] and (act != SILU or joined is not None or up.shape[1] == 2 * down.shape[2])
+    )
     for w, b in ((up, up_bias), (down, down_bias)):
         fits = fits and (b is None or b.shape == w.shape[:2])
     if not fits:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ....kernels.linear.linear import add_parts, linear, linear_parts
+from ..divided_weight import DividedWeight
 
 # Operations that give a view where the strides allow it.
 VIEWS = {
@@ -49,7 +50,7 @@ class Source:
 
 
 class Product(Source):
-    """x W^T + b.  given: x as it was handed over [.., K], w [N, K], b [N] or None  ->  [.., N]"""
+    """x W^T + b.  given: x as it was handed over [.., K], w [N, K] or a DividedWeight, b [N] or None  ->  [.., N]"""
 
     def __init__(self, given, w, b):
         x = computed(given)
@@ -62,10 +63,15 @@ class Product(Source):
         if self._value is not None:
             return self._value.view(1, len(self.rows), -1)
         if self._parts is None:
-            self._parts = torch.nn.functional.linear(self.rows, self.w, self.b)[None] if self.rows.is_meta else None
-            if self._parts is None:
-                self._parts = linear_parts(self.rows, self.w, self.b)
+            self._parts = self._new_parts()
         return self._parts
+
+    def _new_parts(self):
+        divided = isinstance(self.w, DividedWeight)
+        if self.rows.is_meta:
+            w = torch.empty(self.w.shape, dtype=self.w.dtype, device="meta") if divided else self.w
+            return torch.nn.functional.linear(self.rows, w, self.b)[None]
+        return self.w.product(self.rows, self.b)[None] if divided else linear_parts(self.rows, self.w, self.b)
 
     def compute(self):
         return add_parts(self.parts(), self.outline.dtype).view(self.outline.shape)
@@ -77,6 +83,8 @@ class Product(Source):
     def write(self, out):
         """The result in `out` [M, N]."""
         if self._value is None and out.is_cuda and out.dtype == self.outline.dtype and out.is_contiguous():
+            if isinstance(self.w, DividedWeight):
+                return self.w.product(self.rows, self.b, out)
             return linear(self.rows, self.w, self.b, out=out)
         return out.copy_(self.value().view(out.shape))
 

@@ -5,6 +5,8 @@ biases, and an activation. Where `is_transposed` says so, the weights are [.., K
 [M, H] and the router's choice [M, k].
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
@@ -13,6 +15,7 @@ from ....kernels.linear.experts import SILU, experts
 from .deferred import computed
 from .row_ops import RowOps, UnsupportedOperation
 
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 UNKNOWN = {"has_post_expert_norm": "a norm after each expert", "_is_expert_parallel": "experts divided over devices"}
 
 
@@ -25,10 +28,18 @@ def register_experts(name):
 
 def expert_weights(part):
     """The weights [E, N, K] or [E, K, N] of a module, [] if it is none of experts."""
-    if not hasattr(part, "is_transposed"):
-        return []
-    names = ("gate_up_proj", "up_proj", "down_proj")
-    return [weight for name in names if isinstance(weight := getattr(part, name, None), nn.Parameter)]
+    found = [getattr(part, name, None) for name in WEIGHTS if is_weight_of_experts(part, name)]
+    return [weight for weight in found if isinstance(weight, nn.Parameter)]
+
+
+def is_weight_of_experts(part, name):
+    """Whether a module's parameter of this name is a weight of experts."""
+    return hasattr(part, "is_transposed") and name in WEIGHTS
+
+
+def is_gated(part, name):
+    """Whether this weight of experts has gate rows, then up rows, as silu(gate) * up takes them."""
+    return name == "gate_up_proj" and _activation(part) == SILU
 
 
 def run_experts(module, hidden_states, top_k_index, top_k_weights):
@@ -38,14 +49,21 @@ def run_experts(module, hidden_states, top_k_index, top_k_weights):
             raise UnsupportedOperation(f"it has {what}")
     up, up_bias = (_weight(module, name) for name in (_up_name(module), f"{_up_name(module)}_bias"))
     down, down_bias = _weight(module, "down_proj"), _weight(module, "down_proj_bias")
+    mode, act = _get_current_dispatch_mode(), _activation(module)
     if hidden_states.is_meta:  # only looked at
-        _get_current_dispatch_mode().mixtures.add((top_k_index.shape[1], len(up)))
+        mode.mixtures.add((top_k_index.shape[1], len(up)))
         return torch.empty_like(hidden_states)
-    act = _activation(module)
+    up_part, down_part = (mode.groups.get(id(getattr(module, name))) for name in (_up_name(module), "down_proj"))
+    joined, splits = None, None
+    if up_part:  # ranks divide the features (divided_products.py)
+        up_bias, joined = up_part.bias(up_bias), partial(up_part.joined, stretches=1)
+    if down_part:
+        down_bias, splits = down_part.bias(down_bias), down_part.splits
     with _disable_current_modes():
         hidden_states, top_k_index, top_k_weights = computed((hidden_states, top_k_index, top_k_weights))
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return experts(rows, top_k_index, top_k_weights, up, down, act, up_bias, down_bias).view_as(hidden_states)
+        found = experts(rows, top_k_index, top_k_weights, up, down, act, up_bias, down_bias, joined, splits)
+        return (down_part.joined(found) if down_part else found).view_as(hidden_states)
 
 
 def _up_name(module):

@@ -19,6 +19,7 @@ from ....kernels.layer_norm import add_layer_norm, layer_norm
 from ....kernels.linear.gated_mlp import gate_up_silu
 from ....kernels.rms_norm import add_rms_norm, rms_norm
 from ....kernels.row_sum import row_sum
+from ..divided_weight import DividedWeight
 from .deferred import (
     Call,
     Deferred,
@@ -156,8 +157,11 @@ def _gated(mode, gate, up):
     if left != (0, width) or right != (width, width) or 2 * width != product.w.shape[0]:
         return NotImplemented
     mode.fused["gated"] += 1
+    mode.gated.append(product.w)
     if product.rows.is_meta:
         return torch.empty(up.shape, dtype=up.dtype, device="meta")
+    if isinstance(product.w, DividedWeight):
+        return product.w.gated(product.rows, product.b).view(up.shape)
     return gate_up_silu(product.rows, product.w, product.b).view(up.shape)
 
 

@@ -5,7 +5,8 @@
 The module runs as it is, over the rows of all requests side by side. While it runs its attention is ours, over the paged cache, and
 every operation that adds up a row runs on an op that adds it in one order (row_ops.py). What our kernels do in one is one kernel
 (fused_ops.py): products of the same rows, additions with the norms after them, gated MLPs, from a product to the cache. What cannot
-be replaced is refused by name before long work, on a copy without weights (module_trial.py).
+be replaced is refused by name before long work, on a copy without weights (module_trial.py). Several ranks divide the features of
+large products (divided_products.py).
 
 Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension, HQ and HK query and key heads.
 """
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 from ....kernels.attention.rotary_kv_write import kv_rows_of_heads
+from ....kernels.jit import on_device
 from ....kernels.linear.experts import tile_of_pairs
 from ..architectures import ARCHITECTURES, UnsupportedArchitecture
 from ..decoder import row_counts
-from ..transport import ALONE
+from ..divided_weight import DividedWeight
+from ..division import WHOLE
 from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
@@ -55,6 +58,12 @@ def layers_of(module, attention_modules):
     return None
 
 
+def _divided(group):
+    """This rank's part of a ProductGroup's weight, or of one alone; None if it is held whole."""
+    weight = group if isinstance(group, DividedWeight) else group.w
+    return weight.w if isinstance(weight, DividedWeight) else None
+
+
 class _Given(nn.Module):
     """Stands in for the base model, and for any part of it that is called in its place: its output is what it is given."""
 
@@ -83,19 +92,29 @@ class _Outputs(tuple):
 
 
 class ModuleDecoder:
-    """See the module.  module: a *ForCausalLM on its device; max_positions: positions that a row may have"""
+    """See the module.
 
-    is_packed, is_whole, cut = False, True, None
-    ranks = ALONE  # it is not divided
+    module: a *ForCausalLM on its device; max_positions: positions that a row may have; division: a FeatureDivision, which takes the
+    module to `device` in parts. WHOLE: it stays as it is
+    """
 
-    def __init__(self, module, max_positions):
+    is_packed, cut = False, None
+
+    def __init__(self, module, max_positions, division=WHOLE, device=None):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
+        self.division, self.ranks = division, division.ranks
         lay_out_products(module)
         with lock_of(module):  # nobody runs it while it is copied
             shape, norms = outline_of(module), norms_of(module)
         groups = trial(shape, max_positions, norms).groups
-        self._packed = pack_products(module, groups)
-        found = trial(shape, max_positions, norms, pack_products(shape, groups))
+        if self.is_whole:
+            self._packed = pack_products(module, groups)
+            found = trial(shape, max_positions, norms, pack_products(shape, groups))
+        else:
+            seen = trial(shape, max_positions, norms, pack_products(shape, groups))
+            self._packed = division.divide(module, groups, seen, device)
+            # Once more without the weights that ranks divide: nothing but products may look at them.
+            found = trial(shape, max_positions, norms, division.divide(shape, groups, seen, torch.device("meta")))
         self._products, self._mixtures, self._fused = found.products, found.mixtures, found.fused
         self._fixed = [*fixed_ropes(module, max_positions), *norm_changes(module, norms)]
         self._hooked = [module.get_submodule(name) for name in hooked(module)]
@@ -111,8 +130,10 @@ class ModuleDecoder:
         first = self.attention[0]
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         self.embedding = module.get_input_embeddings().weight
-        self.lm_head = self.output_weight = module.get_output_embeddings().weight
-        self.vocab_size, self.hidden_size = self.lm_head.shape
+        lm_head = module.get_output_embeddings().weight
+        divided = self._packed.get(id(lm_head))
+        self.vocab_size, self.hidden_size = (divided or lm_head).shape
+        self.lm_head = self.output_weight = divided.w if divided else lm_head
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.base = module.get_submodule(module.base_model_prefix)
         # The same module with its base model replaced: what comes after it, soft caps and scaling included.
@@ -124,13 +145,22 @@ class ModuleDecoder:
         # A learned table ends. Nodes beyond it are never committed.
         self.last_position = None if rope or limit is None else limit - 1
 
+    @property
+    def is_whole(self):
+        """Whether it is that of a single device."""
+        return self.division is WHOLE
+
     def whole_embedding(self):
         """The embedding [V, H]."""
         return self.embedding
 
     def whole_lm_head(self):
-        """lm_head [V, H]."""
-        return self.lm_head
+        """lm_head [V, H] of all ranks, for a head that takes it. All ranks call this together."""
+        if len(self.lm_head) == self.vocab_size:
+            return self.lm_head
+        with on_device(self.device):
+            self.ranks.begin()
+            return self.division.joined_rows(self.lm_head, self.vocab_size)
 
     @property
     def _changes(self):
@@ -148,6 +178,8 @@ class ModuleDecoder:
         parts = [part for part in self.module.parameters() if part is not self.embedding]
         if self.lm_head is self.embedding:
             parts.append(self.lm_head)
+        divided = {id(w): w for group in self._packed.values() if (w := _divided(group)) is not None}
+        parts += [w for w in divided.values() if w.dim() == 2]  # those of experts are parameters
         return sum(part.nbytes for part in parts)
 
     def read_bytes(self, rows):
@@ -168,7 +200,9 @@ class ModuleDecoder:
         return cls(module, max_positions)
 
     @classmethod
-    def from_pretrained(cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None):
+    def from_pretrained(
+        cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None, division=WHOLE
+    ):
         """A decoder on a module of its own: see Decoder.from_pretrained."""
         device = torch.device(device)
         if adapter is not None:
@@ -177,10 +211,10 @@ class ModuleDecoder:
                 "with peft (merge_and_unload), save that, and give its folder"
             )
         if load_format == "dummy":
-            module = random_module(config, dtype, device)
+            module = random_module(config, dtype, device, division)
         else:
-            module = load_module(folder_or_id, config, dtype, device)
-        return cls(module, max_positions)
+            module = load_module(folder_or_id, config, dtype, device, division)
+        return cls(module, max_positions, division, device)
 
     @one_at_a_time
     def forward(self, batch, kv, streams=()):
@@ -188,6 +222,7 @@ class ModuleDecoder:
         positions = batch.positions.long()
         if self.last_position is not None:
             positions = positions.clamp(max=self.last_position)
+        self.ranks.begin()
         entering, shared, ops = {}, {}, RowOps(self._packed)
 
         def attend(module, query, key, value, mask, options):
@@ -246,6 +281,7 @@ class ModuleDecoder:
     @one_at_a_time
     def logits(self, hidden, out=None):
         """What the module makes of hidden states [M, H] -> [M, V]: see Decoder.logits."""
+        self.ranks.begin()
         self._given.hidden = hidden[None]
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with torch.inference_mode():

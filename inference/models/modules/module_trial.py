@@ -18,9 +18,10 @@ from ..architectures import UnsupportedArchitecture
 from ..layer_reach import find_reaches
 from .attention_plug import attending
 from .fixed_rope import fixed_ropes
+from .module_outline import has_hooks
 from .norm_modules import norm_changes
 from .packed_heads import packed_heads
-from .product_groups import groups_of
+from .product_groups import ProductGroup, groups_of, is_product
 from .row_ops import RowOps, UnsupportedOperation
 
 # What attention may be told, beside the options that it follows. Anything else that is not None is refused.
@@ -80,6 +81,8 @@ class Trial:
     mixtures: set  # (k, E)
     fused: Counter  # kernels of the base model that do the work of several operations
     groups: list  # [[name of a linear]] that should be one product
+    multiplied: list  # names of the parts that are products, in order
+    gated: set  # of these, whose features are gates, then what they gate
 
     @property
     def attention(self):
@@ -153,7 +156,18 @@ def trial(module, max_positions, norms=(), packed=None):
         refuse(f"attention was called {len(seen)} times by {len(set(map(id, modules)))} modules")
     if len({(one.num_kv_heads, one.head_dim) for _, one in seen}) != 1:
         refuse("its layers have caches of different shapes")
-    return Trial(seen, ops.products, ops.mixtures, fused, groups_of(module, ops.calls, ops.wishes))
+    groups = groups_of(module, ops.calls, ops.wishes)
+    return Trial(seen, ops.products, ops.mixtures, fused, groups, *_multiplied(module, ops))
+
+
+def _multiplied(module, ops):
+    """Names of the parts that are products, and of those whose features are gates, then what they gate."""
+    names = {id(part.weight): name for name, part in module.named_modules() if is_product(part) and not has_hooks(part)}
+    called = dict.fromkeys(names[id(w)] for _, w in ops.calls if id(w) in names)
+    gated = {id(w) for w in ops.gated}
+    packed = [group for group in ops.groups.values() if isinstance(group, ProductGroup)]
+    gated |= {w for group in packed if id(group.w) in gated for w in group.spans}
+    return list(called), {name for w, name in names.items() if w in gated}
 
 
 def check_positions(module, refuse):

@@ -9,20 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..divided_weight import DividedWeight
 from .module_outline import has_hooks
 
 
 @dataclass(frozen=True, eq=False)
 class ProductGroup:
-    """Linears whose weights are one.  w [N, K], b [N] or None; spans: {id of a weight: (first row, rows)}"""
+    """Linears whose weights are one.  w [N, K], b [N] or None; spans: {id of a weight: (first row, rows)}
 
-    w: torch.Tensor
+    w may be a DividedWeight, of a module that is nobody else's.
+    """
+
+    w: object
     b: torch.Tensor | None
     spans: dict
 
     def span(self, w, b):
         """(first row, rows) of a member's weight and bias; None if the module has been given others since."""
         first, rows = self.spans[id(w)]
+        if isinstance(self.w, DividedWeight):
+            return first, rows
         return (first, rows) if _lies_in(self.w, w, first) and _lies_in(self.b, b, first) else None
 
 
@@ -34,6 +40,13 @@ def _lies_in(whole, part, first):
     return own and part.storage_offset() == whole.storage_offset() + first * whole.stride(0)
 
 
+def is_product(part):
+    """Whether a module multiplies rows by its weight, and does nothing else."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(part) in (nn.Linear, Conv1D)
+
+
 def groups_of(module, calls, wishes):
     """Names of the linears that should be packed, [[name]], in the order of their weights.
 
@@ -42,7 +55,7 @@ def groups_of(module, calls, wishes):
     counts = {}
     for _, w in calls:
         counts[id(w)] = counts.get(id(w), 0) + 1
-    shared = _tied(module) | {name for name, count in counts.items() if count > 1}
+    shared = tied_weights(module) | {name for name, count in counts.items() if count > 1}
     linears = {
         id(part.weight): (name, part)
         for name, part in module.named_modules()
@@ -77,7 +90,7 @@ def _kind(linear):
     return linear.in_features, linear.weight.dtype, linear.bias is None
 
 
-def _tied(module):
+def tied_weights(module):
     """Ids of parameters that several modules share."""
     seen, tied = set(), set()
     for _, parameter in module.named_parameters(remove_duplicate=False):

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....kernels.row_sum import row_softmax, row_sum
 from ....kernels.row_top import row_top, row_top_reference
+from ..divided_weight import DividedWeight
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
 from .fused_ops import FUSED
 
@@ -54,15 +55,18 @@ class UnsupportedOperation(ValueError):
 
 
 class RowOps(TorchDispatchMode):
-    """See the module.  groups: {id of a weight: ProductGroup}"""
+    """See the module.  groups: {id of a weight: ProductGroup or DividedWeight}"""
 
     def __init__(self, groups=None):
         super().__init__()
         self.groups = groups or {}
-        self.products = set()  # shapes [N, K] of the weights that were multiplied
+        self.products = (
+            set()
+        )  # shapes [N, K] of the weights that were multiplied, and their ranges of K if they are parts
         self.mixtures = set()  # (experts of a row, experts) of the mixtures that were computed
         self.fused = Counter()  # kernels that did the work of several operations
         self.calls, self.wishes = [], []  # (rows, weight) of each product; weights that one product should have
+        self.gated = []  # weights of gated MLPs that are one kernel
         self._pending = weakref.WeakSet()  # sources, some of which are not computed yet
         self._grouped = {}  # {group: (its product, weights of its members that have not taken their part)}
 
@@ -111,16 +115,20 @@ class RowOps(TorchDispatchMode):
         self._pending.clear()
         self._grouped.clear()
 
-    def product(self, x, w, b=None):
-        """x W^T + b; of a group, that member's part of the product of all, which is computed once for the same x."""
+    def product(self, x, w, b=None, is_transposed=False):
+        """x W^T + b; of a group, that member's part of the product of all, which is computed once for the same x.
+
+        is_transposed: w is [K, N]
+        """
         if x.is_meta:
             self.calls.append((x, w))
         group = self.groups.get(id(w))
+        if isinstance(group, DividedWeight):
+            return self._alone(x, group, b)
         span = group and group.span(w, b)
         if not span:
-            self.products.add(tuple(w.shape))
-            return self.defer(Product(x, w, b))
-        self.products.add(tuple(group.w.shape))
+            return self._alone(x, w.t().contiguous() if is_transposed else w, b)
+        self.products.add(shape_of_launch(group.w))
         product, waiting = self._grouped.get(group, (None, ()))
         if product is None or product.given is not x:
             product, waiting = Product(x, group.w, group.b), set(group.spans)
@@ -132,11 +140,15 @@ class RowOps(TorchDispatchMode):
             del self._grouped[group]
         return viewed(Deferred(product), torch.ops.aten.narrow.default, (-1, *span))
 
+    def _alone(self, x, w, b):
+        self.products.add(shape_of_launch(w))
+        return self.defer(Product(x, w, b))
+
     def wish(self, products):
         """Products of the same rows, each of them whole, that a fused kernel would take as one."""
         sources = [one.source for one in products]
         if all(one.given is sources[0].given for one in sources) and all(
-            columns(one) == (0, len(one.source.w)) for one in products
+            columns(one) == (0, one.source.w.shape[0]) for one in products
         ):
             self.wishes.append([one.w for one in sources])
 
@@ -146,6 +158,11 @@ class RowOps(TorchDispatchMode):
     def check_last(self, name, x, shape):
         if list(shape) != [x.shape[-1]]:
             raise UnsupportedOperation(f"it uses {name} over more than the last dimension")
+
+
+def shape_of_launch(w):
+    """What decides the launches of a product: (N, K), and the ranges of K of a part of a larger weight."""
+    return (*w.w.shape, w.splits) if isinstance(w, DividedWeight) else tuple(w.shape)
 
 
 @functools.cache
@@ -180,7 +197,7 @@ def _addmm(mode, b, x, w, beta=1, alpha=1):
     """b + x w, with w [K, N] as Conv1D has it."""
     if (beta, alpha) != (1, 1):
         raise UnsupportedOperation("it uses addmm with factors")
-    return mode.product(x, w.t().contiguous(), b)
+    return mode.product(x, w, b, is_transposed=True)
 
 
 def _matmul(mode, x, w):

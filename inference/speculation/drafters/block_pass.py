@@ -27,10 +27,11 @@ from ....kernels.block_convolution import block_convolution
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
-from ...models.blocks import Layer, Norm, Rotary, lm_head_logits
+from ...models.blocks import Layer, Norm, Rotary, widened
 from ...models.decoder import ForwardPass
 from ...models.weights import weights_of_layer
 from .drafter import Drafter
+from .lm_heads import WholeLMHead
 
 
 class BlockPass(Drafter):
@@ -71,9 +72,14 @@ class BlockPass(Drafter):
             for layer, reach in zip(head.layers, self.reaches)
         ]
         self.norm = Norm(head.norm.weight.data, config.rms_norm_eps)
+        self.lm_head = None if head.uses_target_lm_head else WholeLMHead(head.lm_head.weight)
         self.masks = torch.full((1, self.size - 1), config.mask_token_id, device=device)
         self.slots = torch.arange(self.size, device=device)
         self.whole_block, self.first_depths = torch.full_like(self.slots, self.size - 1), torch.zeros_like(self.slots)
+
+    def place_lm_heads(self, lm_heads):
+        if self.lm_head is not None:
+            self.lm_head = lm_heads(self.head.lm_head.weight)
 
     def attach(self, kv):
         self.kv = kv
@@ -102,10 +108,10 @@ class BlockPass(Drafter):
     def logits(self, states):
         """[K, B, H] -> [K, B, VD]"""
         rows = states.flatten(0, 1)
-        if self.head.uses_target_lm_head:
+        if self.lm_head is None:
             logits = self.decoder.logits(rows.to(self.decoder.dtype))
         else:
-            logits = lm_head_logits(rows, self.head.lm_head.weight)
+            logits = widened(self.lm_head.product(rows))
         return logits.view(*states.shape[:2], -1)
 
     def confidence(self, depths, rows=None):
@@ -130,13 +136,9 @@ class BlockPass(Drafter):
             counted = depths
         elif reach.of_block:
             counted = self.first_depths
-        path, heads, is_chain = (
-            self.slots.expand(self.size, self.size),
-            self.kv_shape[1],
-            counted is depths and reach.is_causal,
-        )
+        path, is_chain = self.slots.expand(self.size, self.size), counted is depths and reach.is_causal
         shape = dict(dtype=self.dtype, is_chain=is_chain, window_depths=counted)
-        return build_tree_index(batch.block_table, batch.committed, depths, path, heads, **shape)
+        return build_tree_index(batch.block_table, batch.committed, depths, path, self.kv_shape[1], **shape)
 
     def whole(self, logits):
         """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""

@@ -45,6 +45,9 @@ class Drafter:
     def freeze(self):
         """Told that its weights will not change any more: it may lay them out anew."""
 
+    def place_lm_heads(self, lm_heads):
+        """Told, on several ranks, how its own lm_heads are multiplied.  lm_heads: LMHeads"""
+
     def attach(self, kv):
         """Use this cache [layers, 2, rows, head dimension]; called only if kv_shape is given."""
 

@@ -9,8 +9,9 @@ import torch
 
 from ....kernels.linear.linear import linear
 from ....kernels.rms_norm import rms_norm
-from ...models.blocks import lm_head_logits
+from ...models.blocks import widened
 from .eagle import EagleDrafter
+from .lm_heads import WholeLMHead
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -24,6 +25,10 @@ class Eagle3Drafter(EagleDrafter):
         self.streams = head.features
         self.draft_token_ids = head.draft_token_ids  # [VD] or None
         self.vocab_size = head.config.vocab_size
+        self.lm_head = WholeLMHead(head.lm_head.weight)
+
+    def place_lm_heads(self, lm_heads):
+        self.lm_head = lm_heads(self.head.lm_head.weight)
 
     def _layer_of(self, head):
         return head.midlayer
@@ -37,7 +42,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.finish(torch.cat((embedded, normed), 1), residual, forward_pass)
 
     def logits(self, state):
-        logits = lm_head_logits(_norm(self.head.norm, state), self.head.lm_head.weight)
+        logits = widened(self.lm_head.product(_norm(self.head.norm, state)))
         if self.draft_token_ids is None:
             return logits
         whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)

@@ -8,9 +8,10 @@ Letters: B requests, K heads in use, H hidden, V vocabulary.
 import torch
 
 from ....kernels.jit import on_triton
-from ....kernels.linear.linear import linear, linear_parts, pack_weight
+from ....kernels.linear.linear import linear_parts
 from ....kernels.linear.res_block import add_silu
 from ...models.weights import pack_rows
+from .lm_heads import WholeLMHead, products
 from .parallel import ParallelDrafter
 
 
@@ -30,17 +31,23 @@ class MedusaDrafter(ParallelDrafter):
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; if that is the target's dtype, no copy is made.
         self.shared_weight = decoder.whole_lm_head().to(self.dtype) if head.config.shared_lm_head else None
-        self.packed = self.lm_heads = None
+        self.packed = self.lm_heads = None  # WholeLMHead or DividedLMHead of each head, one if it is shared
         if on_triton(decoder.lm_head):  # where weights are laid out as they are: updates in training still apply
             self.freeze()
 
     def freeze(self):
         """Pack the first blocks, and lay lm_heads out for `linear`."""
         self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
+        self.lm_heads = [WholeLMHead(weight).frozen() for weight in self._weights()]
+
+    def place_lm_heads(self, lm_heads):
+        self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
+        self.lm_heads = [lm_heads(weight) for weight in self._weights()]
+
+    def _weights(self):
         if self.shared_weight is not None:
-            self.lm_heads = [pack_weight(self.shared_weight)]
-        else:
-            self.lm_heads = [pack_weight(one.lm_head.weight) for one in self.head.heads]
+            return [self.shared_weight]
+        return [one.lm_head.weight for one in self.head.heads]
 
     def logits(self, feature, num_heads):
         """Predictions of the first `num_heads` heads.  [B, H] -> [K, B, V]"""
@@ -55,8 +62,8 @@ class MedusaDrafter(ParallelDrafter):
             blocks = [head.blocks[depth].linear for head in self.head.heads[:num_heads]]
             hidden = torch.cat([add_silu(x, linear_parts(x, b.weight, b.bias), 1) for x, b in zip(hidden, blocks)])
         if self.shared_weight is not None:
-            return linear(hidden.flatten(0, 1), self.lm_heads[0]).view(num_heads, feature.shape[0], -1)
-        return torch.stack([linear(x, weight) for x, weight in zip(hidden, self.lm_heads)])
+            return self.lm_heads[0].product(hidden.flatten(0, 1)).view(num_heads, feature.shape[0], -1)
+        return products(self.lm_heads[:num_heads], hidden)
 
     def distributions(self, batch, num_depths):
         return self.logits(batch.feature, num_depths)

@@ -6,9 +6,10 @@ Letters: B requests, n nodes of a level, H hidden, S inner size, V vocabulary.
 import torch
 
 from ....kernels.jit import on_triton
-from ....kernels.linear.linear import linear, linear_parts
+from ....kernels.linear.linear import linear_parts
 from ....kernels.rms_norm import rms_norm
 from ....kernels.speculation.speculator_state import speculator_state
+from .lm_heads import WholeLMHead
 from .sequential import SequentialDrafter
 
 
@@ -23,7 +24,12 @@ class MLPSpeculatorDrafter(SequentialDrafter):
         self.head, self.num_speculative_tokens = head, head.num_speculative_tokens
         weight = head.emb[0].weight
         self.dtype = weight.dtype
+        self.lm_heads = {}  # {lm_head: a WholeLMHead or DividedLMHead}, on several ranks
         self.no_norm = torch.ones(head.config.hidden_size, dtype=weight.dtype, device=weight.device)
+
+    def place_lm_heads(self, lm_heads):
+        modules = [self.head.modules_of(depth)[-1] for depth in range(self.head.max_speculative_tokens)]
+        self.lm_heads = {one: lm_heads(one.weight) for one in dict.fromkeys(modules)}
 
     def start(self, batch):
         feature = batch.feature.to(self.dtype)
@@ -39,17 +45,22 @@ class MLPSpeculatorDrafter(SequentialDrafter):
     def _move_on(self, state, tokens, depth):
         """state [B, n, H or S], tokens [B, n]  ->  logits [n, B, V], state [B, n, S]"""
         head = self.head
+        emb, proj, ln, lm_head = head.modules_of(depth)
         if not on_triton(state):
             # The library's products are faster on the CPU; their bits may depend on the number of rows.
             state = head.step(state, tokens, depth)
-            return head.logits(state.transpose(0, 1), depth), state
-        emb, proj, ln, lm_head = head.modules_of(depth)
+            rows = state.transpose(0, 1)
+            return self._product(rows, lm_head) if self.lm_heads else head.logits(rows, depth), state
         parts = linear_parts(state.flatten(0, 1), proj.weight)
         multiplier = head.token_weight / head.state_weight
         state = speculator_state(parts, tokens.flatten(), emb.weight, multiplier, ln.weight, ln.bias, head.epsilon)
         state = state.view(*tokens.shape, -1)
-        rows = state.transpose(0, 1)  # [n, B, S]
-        return linear(rows.reshape(-1, rows.shape[-1]), lm_head.weight).view(*rows.shape[:2], -1), state
+        return self._product(state.transpose(0, 1), lm_head), state
+
+    def _product(self, rows, lm_head):
+        """[n, B, S] -> [n, B, V]"""
+        placed = self.lm_heads.get(lm_head) or WholeLMHead(lm_head.weight)
+        return placed.product(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:2], -1)
 
 
 DRAFTER = MLPSpeculatorDrafter

@@ -9,11 +9,16 @@ import time
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from headstart.benchmarks.random_heads import random_head
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.drafters.lm_heads import DividedLMHead
+from headstart.tests.inference.models.small_architectures import small_config
+from headstart.tests.inference.ranks.test_lm_heads import drafted, head_of, lm_heads_of
 from headstart.tests.inference.ranks.test_ranks import outputs_of, speculations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:with tensor_parallel_size")]
@@ -38,7 +43,7 @@ def gpu_llm(may_share):
 
     def make(model, size, **arguments):
         may_share(size)
-        made.append(LLM(str(model), tensor_parallel_size=size, **SMALL | arguments))
+        made.append(LLM(model, tensor_parallel_size=size, **SMALL | arguments))
         return made[-1]
 
     yield make
@@ -90,6 +95,63 @@ def test_speculation_changes_no_bit_on_gpus(divided_folder, gpu_llm, tmp_path, n
     llm = gpu_llm(divided_folder, 2, speculative_config=config)
     assert outputs_of(llm) == expected
     assert llm.get_stats()["num_draft_tokens"] > 0
+
+
+# Wide enough that most weights are divided, at numbers that nothing divides evenly; others are left whole.
+WIDE = dict(vocab_size=32003, hidden_size=2560, intermediate_size=8200, ffn_dim=8200, word_embed_proj_dim=2560)
+WIDE |= dict(num_attention_heads=20, num_key_value_heads=4, head_dim=128)
+
+
+def drafting(method, config, one, folder):
+    if method is None:
+        return None
+    save_head(random_head(method, config, one.engine.decoder, 3), folder)
+    return dict(model=str(folder), tree="dynamic" if method == "eagle3" else "chain")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size", "method", "eager"),
+    [
+        ("opt", 2, None, True),
+        ("opt", 4, "eagle3", False),
+        ("gemma3_text", 2, "medusa", False),
+        ("phi3", 3, None, False),
+        ("mixtral", 2, "medusa", False),
+        ("mixtral", 4, None, False),
+        ("gpt_oss", 2, None, False),
+    ],
+)
+def test_modules_on_ranks_give_the_bits_of_one(model_type, size, method, eager, gpu_llm, tmp_path):
+    config = small_config(model_type, **WIDE)
+    how = dict(load_format="dummy", enforce_eager=eager)
+    one = gpu_llm(config, 1, **how)
+    expected, held = outputs_of(one), one.engine.decoder.weight_bytes
+    speculative = drafting(method, config, one, tmp_path / "head")
+    llm = gpu_llm(config, size, speculative_config=speculative, **how)
+    assert outputs_of(llm) == expected
+    assert llm.engine.decoder.weight_bytes < 0.8 * held
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "mlp_speculator", "block"])
+def test_drafts_are_the_same_however_lm_heads_are_placed(method, divided_folder, gpu_llm, tmp_path):
+    """Whole on each rank, and divided."""
+    save_head(head_of(method.removesuffix("_speculator")), tmp_path / "head")
+    tree, found = "dynamic" if method == "eagle3" else "chain", []
+    for asked in (1, 2):
+        spec = dict(model=str(tmp_path / "head"), tree=tree, draft_tensor_parallel_size=asked)
+        llm = gpu_llm(divided_folder, 2, speculative_config=spec)
+        placed = {isinstance(one, DividedLMHead) for one in lm_heads_of(llm.engine.drafter)}
+        assert placed == {asked == 2}
+        found.append(drafted(llm))
+        llm.session.ranks.end()
+    assert found[0] == found[1]
+
+
+def test_modules_on_ranks_read_their_parts_of_files(gpu_llm, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config("mixtral", **WIDE), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert outputs_of(gpu_llm(tmp_path, 2)) == outputs_of(gpu_llm(tmp_path, 1))
 
 
 def test_a_rank_that_is_killed_ends_the_call(divided_folder, gpu_llm):

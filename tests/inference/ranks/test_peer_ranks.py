@@ -5,17 +5,24 @@ import multiprocessing
 import tempfile
 import weakref
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from headstart.inference.models.division import Division, RowParallel, in_pairs
+from headstart.inference.models import divided_weight
+from headstart.inference.models.decoder import ForwardPass
+from headstart.inference.models.division import WHOLE, Division, RowParallel, in_pairs
+from headstart.inference.models.modules.divided_products import FeatureDivision
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
+from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.kernels.linear.linear import linear_sums
 from headstart.kernels.peer_gather import flag_bytes
+from headstart.tests.inference.models.small_architectures import small_model
 from headstart.tests.inference.models.test_division import BIASED, scores
 
 CAPACITY = 4096
@@ -72,6 +79,23 @@ def run_decoder(rank, size, folder, memory, results):
     host = GlooRanks(folder, rank, size)
     peers = PeerRanks(host, memory)
     results.put(scores(peers, 4, torch.float32, device_type="cuda"))
+
+
+def module_scores(model_type, ranks=None):
+    """Hidden states and logits of three first tokens, as bytes.  ranks: that divide the module; None: one device"""
+    model, cpu, division = small_model(model_type), torch.device("cpu"), FeatureDivision(ranks) if ranks else WHOLE
+    decoder = ModuleDecoder(model, 128, division, cpu)
+    layers, heads, dim, dtype = decoder.kv_shape
+    tokens, pages, node = torch.tensor([5, 90, 31]), torch.arange(1, 4), torch.zeros(1, dtype=torch.int64)
+    index = build_tree_index(pages[:, None], torch.zeros_like(pages), node, node[None], heads, dtype)
+    kv = torch.zeros(layers, 2, 4 * heads * PAGE, dim, dtype=dtype)
+    hidden, _ = decoder.forward(ForwardPass(tokens, torch.zeros_like(pages), pages * PAGE, index), kv)
+    return [x.double().numpy().tobytes() for x in (hidden, decoder.logits(hidden), decoder.whole_lm_head())]
+
+
+def run_module(model_type, rank, size, folder, memory, results):
+    torch.set_num_threads(1)
+    results.put(module_scores(model_type, PeerRanks(GlooRanks(folder, rank, size), memory)))
 
 
 def keep_logits(rank, size, folder, memory, results):
@@ -134,6 +158,13 @@ def test_what_stops_the_kernels_holds_no_group():
 def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size):
     """Divided as on GPUs: sums go straight into the buffers, and features are cut as those of the whole product."""
     assert on_processes(size, run_decoder) == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("model_type", "size"), [("opt", 2), ("phi3", 3)])
+def test_a_module_on_the_kernels_gives_the_bits_of_one_device(model_type, size, monkeypatch):
+    monkeypatch.setattr(divided_weight, "SMALL", 0)
+    assert on_processes(size, partial(run_module, model_type)) == [module_scores(model_type)] * size
 
 
 def test_ranks_meet_whatever_their_processes_exchanged_before(tmp_path):

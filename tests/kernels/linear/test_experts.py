@@ -90,6 +90,43 @@ def test_the_routers_order_is_the_order_of_the_sum():
     torch.testing.assert_close(turned, experts(x, index, weights, up, down))
 
 
+def on_two_devices(found, act, splits):
+    """The mixture whose features two devices divide: each sees what both have computed of the hidden features."""
+    x, index, weights, up, down, up_bias, down_bias = found
+    gates, halves = (2 if act == SILU else 1), []
+    for rank in range(2):
+        own_up, own_bias = (one.unflatten(1, (gates, 2, -1))[:, :, rank].flatten(1, 2) for one in (up, up_bias))
+        own_down, last = (one.chunk(2, 1)[rank].contiguous() for one in (down, down_bias))
+        halves.append((own_up.contiguous(), own_down, act, own_bias.contiguous(), last))
+    parts = ([], [])
+
+    def first(rank):
+        def joined(part):
+            parts[rank].append(part)
+            return part.repeat(1, 2)
+
+        return joined
+
+    for rank, half in enumerate(halves):
+        experts(x, index, weights, *half, joined=first(rank), splits=splits)
+    whole = [iter([torch.cat(pair, 1) for pair in zip(*parts)]) for _ in halves]
+    results = [
+        experts(x, index, weights, *half, joined=lambda _, all_=all_: next(all_), splits=splits)
+        for half, all_ in zip(halves, whole)
+    ]
+    return torch.cat(results, 1)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_features_on_two_devices_are_the_bits_of_one(device, gate, monkeypatch):
+    """Where the ranges of K are those of the whole weight, which has more features."""
+    monkeypatch.setattr(module, "num_splits", lambda n, k: 2 if n == 96 else 1)
+    found = mixture(19, 5, 2, 96, 256, torch.float32, device, gate)
+    act = SILU if gate else squared
+    expected = experts(*found[:5], act, *found[5:])
+    assert torch.equal(on_two_devices(found, act, 2), expected)
+
+
 @pytest.mark.interpreter
 def test_tensor_maps_and_ranges_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(module, "num_splits", lambda n, k: 2)

@@ -1,0 +1,71 @@
+"""lm_heads of a head's own, as drafters multiply by them: whole, or divided by tokens among the ranks of the target.
+
+    place = LMHeads(ranks, asked)       # asked: draft_tensor_parallel_size
+    lm_head = place(weight)             # a WholeLMHead, or a DividedLMHead
+    lm_head.product(x)                  # [M, H] -> [M, V], the same bits either way
+
+Ranks that divide an lm_head read their tokens' rows of it, and gather the scores. Each holds the whole weight: its rows are a view.
+
+Letters: M rows, H hidden, V vocabulary, B requests, K heads.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ....kernels.linear.linear import linear, pack_weight
+from ...models.divided_weight import DividedWeight, is_small
+
+
+class WholeLMHead(NamedTuple):
+    """An lm_head [V, H] that every rank multiplies by itself."""
+
+    weight: torch.Tensor
+
+    def product(self, x):
+        """[M, H] -> [M, V]"""
+        return linear(x, self.weight)
+
+    def frozen(self):
+        """The same in the layout that the device reads fastest, for a weight that never changes."""
+        return WholeLMHead(pack_weight(self.weight))
+
+
+class DividedLMHead(NamedTuple):
+    """An lm_head of which this rank multiplies by some rows."""
+
+    weight: DividedWeight
+
+    def product(self, x):
+        """[M, H] -> [M, V]. All ranks call this together."""
+        self.weight.ranks.begin()
+        return self.weight.product(x)
+
+
+def products(lm_heads, hidden):
+    """The scores of several heads, each of its own rows: of divided ones in one gather.  [K, B, H] -> [K, B, V]"""
+    first = lm_heads[0]
+    if isinstance(first, WholeLMHead):
+        return torch.stack([one.product(x) for x, one in zip(hidden, lm_heads)])
+    weight = first.weight
+    weight.ranks.begin()
+    parts = [linear(x, one.weight.w, splits=weight.splits) for x, one in zip(hidden, lm_heads)]
+    return weight.joined(torch.cat(parts)).view(len(parts), hidden.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class LMHeads:
+    """How ranks take lm_heads.
+
+    ranks: of the target; asked: draft_tensor_parallel_size: 1: whole, ranks.size: divided; None: whichever takes less time by the
+    bytes that a rank reads less
+    """
+
+    ranks: object
+    asked: int | None = None
+
+    def __call__(self, weight):
+        """A WholeLMHead or DividedLMHead of a weight [V, H]."""
+        whole = is_small(weight.nbytes) if self.asked is None else self.asked == 1
+        return WholeLMHead(weight) if whole else DividedLMHead(DividedWeight.of(weight, self.ranks))
