@@ -54,6 +54,7 @@ def make(name, target):
         special = {
             "block-causal": dict(is_causal=True, num_speculative_tokens=DEPTH + 3),
             "block-edge": dict(edge_rank=8, sample_from_anchor=True),
+            "block-sure": dict(edge_rank=8, confidence=True),
             "block-sliding": dict(edge_rank=8, sliding_layers=(0,), sliding_window=20, window_of_block=True),
         }
         shape = dict(num_hidden_layers=2, mask_token_id=5, num_speculative_tokens=DEPTH, aux_layer_ids=(1, 3))
