@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:with tensor_parallel_size")
 KNOWN = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]  # beginnings of the texts that the head is taught
 
 
-REQUESTS = many_requests(KNOWN, 30), many_requests(KNOWN, 24, lengths=GROWING)
+REQUESTS = many_requests(KNOWN, 22), many_requests(KNOWN, 24, lengths=GROWING)
 
 
 @pytest.mark.parametrize(("tree", "batch", "pages"), [("chain", 12, None), ("static", 16, 16), ("grown", 16, None)])
@@ -43,9 +43,9 @@ FOUND = []
 
 @pytest.fixture
 def edged_and_plain(divided_folder, forked_llm):
-    """(a head with an edge that was taught greedy outputs of two ranks, outputs of all requests one at a time)"""
+    """(a head with an edge that was taught greedy outputs of two ranks, plain outputs of all requests)"""
     if not FOUND:
-        llm = forked_llm(divided_folder, 2, max_num_seqs=1)
+        llm = forked_llm(divided_folder, 2, max_num_seqs=8)
         plain = [bits_of(llm, requests) for requests in REQUESTS]
         texts = [prompt + tokens for prompt, (tokens, _) in zip(REQUESTS[0][0][:6:3], plain[0][:6:3])]
         target = llama().requires_grad_(False)

@@ -65,6 +65,7 @@ def speculations():
     yield "block", 2, dict(model=make("block", target), tree="chain")
     yield "block with an edge and a window", 2, dict(model=make("block-sliding", target), tree="chain")
     yield "block with an edge, grown", 4, dict(model=make("block-edge", target), tree="dynamic")
+    yield "block, adaptive by its confidence", 2, dict(model=make("block-sure", target), adaptive=True)
     yield "mlp", 2, dict(model=make("mlp", target), tree="chain")
     yield "ngram, adaptive", 4, dict(method="ngram", num_speculative_tokens=DEPTH, adaptive=True)
     yield "the target itself", 2, dict(method="draft_model", num_speculative_tokens=DEPTH)

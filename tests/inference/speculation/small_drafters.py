@@ -55,6 +55,7 @@ def make(name, target):
         special = {
             "block-causal": dict(is_causal=True, num_speculative_tokens=DEPTH + 3),
             "block-edge": dict(edge_rank=8, sample_from_anchor=True),
+            "block-sure": dict(edge_rank=8, confidence=True),
             "block-sliding": dict(edge_rank=8, sliding_layers=(0,), sliding_window=20, window_of_block=True),
             "block-dflash2": dict(selector_rank=8, conv_kernel_size=2),
         }

@@ -107,7 +107,8 @@ def trees(tmp_path_factory):
     folder, rates = tmp_path_factory.mktemp("trees"), [[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2], [0.5, 0.2], [0.4, 0.1]]
     for size in (8, 64):
         save_tree(build_static_tree(rates, size), folder / f"static-{size}.json")
-    save_tree(GrowingTree(max_depth=DEPTH, width=6, num_nodes=64), folder / "grown-64.json")
+    for width, size in ((6, 64), (4, 16)):
+        save_tree(GrowingTree(max_depth=DEPTH, width=width, num_nodes=size), folder / f"grown-{size}.json")
     return folder
 
 
@@ -167,15 +168,15 @@ def test_pages_that_run_out_under_trees_change_no_bit(corrected, trees):
 
 @pytest.fixture(scope="module")
 def many(edged):
-    """Requests of all temperatures and lengths, and such that will need more pages: (requests, their outputs one at a time)"""
-    known, alone = prompts_and_params(0.0)[0][:2], LLM(edged[0], max_num_seqs=1)
+    """Requests of all temperatures and lengths, and such that will need more pages: (requests, their plain outputs)"""
+    known, plain = prompts_and_params(0.0)[0][:2], LLM(edged[0], max_num_seqs=8)
     both = many_requests(known, 64), many_requests(known, 24, lengths=GROWING)
-    return [(requests, bits_of(alone, requests)) for requests in both]
+    return [(requests, bits_of(plain, requests)) for requests in both]
 
 
 @pytest.mark.parametrize(
     ("batch", "tree", "pages"),
-    [(1, "grown-64", None), (9, "static-8", None), (64, "grown-64", None), (64, "chain", None), (16, "static-8", 16)],
+    [(1, "grown-64", None), (9, "static-8", None), (64, "grown-16", None), (64, "chain", None), (16, "static-8", 16)],
 )
 def test_an_edge_in_batches_of_any_size_changes_no_bit(edged, trees, many, batch, tree, pages):
     (target, head, _), (requests, plain) = edged, many[pages is not None]

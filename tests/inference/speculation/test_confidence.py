@@ -8,6 +8,7 @@ import torch
 from headstart.heads.block import BlockHead
 from headstart.heads.block_config import BlockConfig
 from headstart.inference.llm import LLM
+from headstart.inference.ranks.lockstep import FollowedPlan, LedPlan
 from headstart.inference.speculation.adaptive import FIRST, LATELY, STEADY, Adaptive
 from headstart.inference.speculation.tree import GrowingTree, build_static_tree, save_tree
 from headstart.tests.inference.speculation.small_drafters import DEPTH, DEVICES, llama, outputs
@@ -187,3 +188,21 @@ def tokens_per_second(is_told):
 
 def test_where_texts_differ_it_makes_more_tokens_per_second():
     assert tokens_per_second(True) > 1.05 * tokens_per_second(False)
+
+
+def test_ranks_that_measure_other_seconds_choose_alike():
+    """Rank 0's seconds are sent, and what a rank's own drafts tell is the same on all."""
+    rng, depths = random.Random(2), [4, 2, 1, 0]
+    led, followed = LedPlan(Adaptive(depths, [1])), FollowedPlan(Adaptive(depths, [1]))
+    chosen = []
+    for step in range(400):
+        followed.settle(led.take_seconds())
+        place = led.choose(1)
+        assert followed.choose(1) == place
+        drafted, rate = depths[place], 0.9 if step // 50 % 2 else 0.1
+        accepted = sum(rng.random() < rate for _ in range(drafted))
+        told = [accepted], [[rate ** (level + 1) for level in range(drafted)]] if drafted else []
+        led.record(1, place, 1 + 0.1 * drafted, *told)
+        followed.record(1, place, rng.random(), *told)
+        chosen.append(place)
+    assert {*chosen[50:]} == {0, 1, 2, 3}
