@@ -67,7 +67,9 @@ class RowOps(TorchDispatchMode):
         self.fused = Counter()  # kernels that did the work of several operations
         self.calls, self.wishes = [], []  # (rows, weight) of each product; weights that one product should have
         self.gated = []  # weights of gated MLPs that are one kernel
-        self._pending = weakref.WeakSet()  # sources, some of which are not computed yet
+        # {number: source}, some of which are not computed yet, in their order: on several ranks each computes them in the same one
+        self._pending = weakref.WeakValueDictionary()
+        self._num_deferred = 0
         self._grouped = {}  # {group: (its product, weights of its members that have not taken their part)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -100,8 +102,12 @@ class RowOps(TorchDispatchMode):
 
     def defer(self, source):
         """A Deferred of a new source."""
-        self._pending.add(source)
+        self._pend(source)
         return Deferred(source)
+
+    def _pend(self, source):
+        self._pending[self._num_deferred] = source
+        self._num_deferred += 1
 
     def _settle(self):
         """Compute all that is deferred: something is about to be written to that it may read.
@@ -109,7 +115,7 @@ class RowOps(TorchDispatchMode):
         What is made of it afterwards reads the values, which may be what is written to. So it goes on `meta`, and a pass fuses what
         the trial fused.
         """
-        for source in list(self._pending):
+        for source in list(self._pending.values()):
             source.value()
             source.settled = True
         self._pending.clear()
@@ -132,7 +138,7 @@ class RowOps(TorchDispatchMode):
         product, waiting = self._grouped.get(group, (None, ()))
         if product is None or product.given is not x:
             product, waiting = Product(x, group.w, group.b), set(group.spans)
-            self._pending.add(product)
+            self._pend(product)
             self.fused["product"] += 1
         waiting.discard(id(w))
         self._grouped[group] = product, waiting

@@ -328,3 +328,19 @@ def test_deferred_values_are_what_the_library_makes_of_them():
         assert found.stride() == computed(found).stride(), name
     with torch.inference_mode(), RowOps():
         assert is_source(rotated(F.linear(x, w)), Call, "rotated")
+
+
+def test_what_waits_is_computed_in_its_order(monkeypatch):
+    """On several ranks each product is gathered, so all must compute them in one order."""
+    order, compute = [], Product.compute
+
+    def recorded(product):
+        order.append(product)
+        return compute(product)
+
+    monkeypatch.setattr(Product, "compute", recorded)
+    given, w = [rows(2, 16, seed=i) for i in range(40)], rows(16, 16)
+    with torch.inference_mode(), RowOps():
+        waiting = [F.linear(x, w) for x in given]
+        torch.zeros(3).fill_(1)
+    assert order == [one.source for one in waiting]
