@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_config import BlockConfig
 from headstart.inference.llm import LLM
 from headstart.inference.models import divided_weight
 from headstart.inference.sampling_params import SamplingParams

@@ -11,8 +11,9 @@ from headstart.inference.speculation.drafters import block as block_module, bloc
 from headstart.inference.speculation.drafters.block import CorrectedDrafter
 from headstart.inference.speculation.drafters.block_pass import BlockPass
 from headstart.inference.speculation.tree import Tree, save_tree
+from headstart.tests.inference.speculation.draft_cases import BLOCK
 from headstart.tests.inference.speculation.draft_matrix import build, draft, make_head, make_prompts, make_target
-from headstart.tests.inference.speculation.test_draft_matrix import BLOCK, check_drafts
+from headstart.tests.inference.speculation.test_draft_matrix import check_drafts
 
 
 def reads_another_parent(monkeypatch):
