@@ -167,19 +167,20 @@ def test_pages_that_run_out_under_trees_change_no_bit(corrected, trees):
 
 
 @pytest.fixture(scope="module")
-def many(edged):
+def many(corrected):
     """Requests of all temperatures and lengths, and such that will need more pages: (requests, their plain outputs)"""
-    known, plain = prompts_and_params(0.0)[0][:2], LLM(edged[0], max_num_seqs=8)
+    known, plain = prompts_and_params(0.0)[0][:2], LLM(corrected[0], max_num_seqs=8)
     both = many_requests(known, 64), many_requests(known, 24, lengths=GROWING)
     return [(requests, bits_of(plain, requests)) for requests in both]
 
 
+@pytest.mark.parametrize("corrected", [DSPARK], ids=["dspark"], indirect=True)
 @pytest.mark.parametrize(
     ("batch", "tree", "pages"),
     [(1, "grown-64", None), (9, "static-8", None), (64, "grown-16", None), (64, "chain", None), (16, "static-8", 16)],
 )
-def test_an_edge_in_batches_of_any_size_changes_no_bit(edged, trees, many, batch, tree, pages):
-    (target, head, _), (requests, plain) = edged, many[pages is not None]
+def test_an_edge_in_batches_of_any_size_changes_no_bit(corrected, trees, many, batch, tree, pages):
+    (target, head, _), (requests, plain) = corrected, many[pages is not None]
     count = 10 if batch == 1 else len(plain)
     speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
     sizes = dict(max_num_seqs=batch, max_model_len=200, num_gpu_blocks_override=pages)

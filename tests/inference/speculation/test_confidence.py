@@ -56,7 +56,7 @@ def test_a_step_tells_the_confidence_of_the_first_path(target, tmp_path, case, t
 
     def pass_once(batch, num_depths):
         found = marginals(batch, num_depths)
-        seen.append([drafter.states.clone(), None])
+        seen.append([drafter.kept.clone(), None])
         return found
 
     def keep(batch, tree, processor=None):
