@@ -9,7 +9,7 @@ beginning first and hands over its sums in memory, in fp32, as they stand in reg
 bit changes. What was handed to it a program ends last: by then it is there. As no program waits before it has handed over, they
 need not all run at once.
 Programs of all row tiles walk the same features at the same time, so weights come from memory once. A tile of rows is a power of
-two or two of them on the same weights, as 192 are. (320 and 384 rows in one tile multiply none in vain, and are slower.)
+two or two of them on the same weights, as 192 are. (One tile of 320 or 384 rows multiplies none in vain; several are faster.)
 A device runs one such product at a time, as the flags are the device's: none that is `late` (linear.py), none in a second stream.
 """
 
