@@ -24,7 +24,7 @@ SMALL = 2**25
 
 
 def is_small(num_bytes):
-    """Whether a weight of so many bytes is not worth dividing."""
+    """Whether so many bytes are not worth a gather."""
     return num_bytes <= SMALL
 
 

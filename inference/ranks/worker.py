@@ -15,6 +15,7 @@ import warnings
 from multiprocessing.connection import Connection
 
 import torch
+from transformers.utils import logging
 
 from ..llm import LLM
 from ..models.transport import GlooRanks, RankLost
@@ -31,6 +32,7 @@ def run_worker(connection):
         begin = receive(connection)
         torch.set_num_threads(begin.num_threads)
         warnings.simplefilter("ignore")  # rank 0 says the same
+        logging.disable_progress_bar()
         ranks = GlooRanks(begin.folder, begin.rank, begin.size)
         follow(LLM(**begin.arguments, tensor_parallel_size=ranks), connection)
     except (EOFError, ConnectionError):

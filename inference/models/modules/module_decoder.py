@@ -156,8 +156,9 @@ class ModuleDecoder:
 
     def whole_lm_head(self):
         """lm_head [V, H] of all ranks, for a head that takes it. All ranks call this together."""
-        if len(self.lm_head) == self.vocab_size:
-            return self.lm_head
+        held = self.module.get_output_embeddings().weight
+        if len(held):
+            return held
         with on_device(self.device):
             self.ranks.begin()
             return self.division.joined_rows(self.lm_head, self.vocab_size)

@@ -67,5 +67,6 @@ class LMHeads:
 
     def __call__(self, weight):
         """A WholeLMHead or DividedLMHead of a weight [V, H]."""
-        whole = is_small(weight.nbytes) if self.asked is None else self.asked == 1
+        size = self.ranks.size
+        whole = is_small(weight.nbytes * (size - 1) / size) if self.asked is None else self.asked == 1
         return WholeLMHead(weight) if whole else DividedLMHead(DividedWeight.of(weight, self.ranks))

@@ -19,8 +19,9 @@ from headstart.inference.models.modules.divided_products import FeatureDivision
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
+from headstart.inference.speculation.drafters.lm_heads import LMHeads, products
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
-from headstart.kernels.linear.linear import linear_sums
+from headstart.kernels.linear.linear import linear, linear_sums
 from headstart.kernels.peer_gather import flag_bytes
 from headstart.tests.inference.models.small_architectures import small_model
 from headstart.tests.inference.models.test_division import BIASED, scores
@@ -98,6 +99,16 @@ def run_module(model_type, rank, size, folder, memory, results):
     results.put(module_scores(model_type, PeerRanks(GlooRanks(folder, rank, size), memory)))
 
 
+def lm_heads_on(rank, size, folder, memory, results):
+    """Scores of divided lm_heads, level after level, and of several in one gather."""
+    ranks, generator = PeerRanks(GlooRanks(folder, rank, size), memory), torch.Generator().manual_seed(0)
+    weights, x = torch.randn(3, 97, 24, generator=generator), torch.randn(3, 5, 24, generator=generator)
+    divided = [LMHeads(ranks, size)(weight) for weight in weights]
+    expected = [linear(rows, weight) for rows, weight in zip(x, weights)]
+    one_by_one = [one.product(rows) for one, rows in zip(divided, x)]
+    results.put(all(map(torch.equal, one_by_one + list(products(divided, x)), expected * 2)))
+
+
 def keep_logits(rank, size, folder, memory, results):
     """Logits of one row are still right after those of others."""
     host = GlooRanks(folder, rank, size)
@@ -158,6 +169,12 @@ def test_what_stops_the_kernels_holds_no_group():
 def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size):
     """Divided as on GPUs: sums go straight into the buffers, and features are cut as those of the whole product."""
     assert on_processes(size, run_decoder) == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("size", [2, 4])
+def test_divided_lm_heads_give_the_scores_of_whole_ones(size):
+    assert on_processes(size, lm_heads_on) == [True] * size
 
 
 @pytest.mark.interpreter

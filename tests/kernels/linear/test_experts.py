@@ -121,10 +121,11 @@ def on_two_devices(found, act, splits):
 def test_features_on_two_devices_are_the_bits_of_one(device, gate, monkeypatch):
     """Where the ranges of K are those of the whole weight, which has more features."""
     monkeypatch.setattr(module, "num_splits", lambda n, k: 2 if n == 96 else 1)
-    found = mixture(19, 5, 2, 96, 256, torch.float32, device, gate)
     act = SILU if gate else squared
-    expected = experts(*found[:5], act, *found[5:])
-    assert torch.equal(on_two_devices(found, act, 2), expected)
+    for dtype in dtypes_of(device):
+        found = mixture(19, 5, 2, 96, 256, dtype, device, gate)
+        expected = experts(*found[:5], act, *found[5:])
+        assert torch.equal(on_two_devices(found, act, 2), expected)
 
 
 @pytest.mark.interpreter
