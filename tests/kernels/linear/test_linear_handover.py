@@ -24,7 +24,8 @@ def product(x, w, b, splits, launch, gated=False):
     """The product in parts [S, M, N], or the gated one [M, I], in memory where an unwritten number shows."""
     width = w.shape[0] // 2 if gated else w.shape[0]
     dtype = x.dtype if splits == 1 else torch.float32
-    out = torch.full((len(x), width) if gated else (splits, len(x), width), float("nan"), dtype=dtype, device=x.device)
+    shape = (len(x), width) if splits == 1 else (splits, len(x), width)
+    out = torch.full(shape, float("nan"), dtype=dtype, device=x.device)
     return handover_product(x, w, b, splits, launch, out, gated)
 
 
