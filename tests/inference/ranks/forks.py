@@ -1,5 +1,6 @@
 """Workers as forks of this process: the same code, without a start of Python."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -41,6 +42,8 @@ def start_fork(connection):
     pid = os.fork()
     if pid:
         return Fork(pid)
+    # Groups of earlier LLMs that wait to be collected: their threads are not here, and their ends would wait for them, or worse.
+    gc.freeze()
     status = 70
     try:
         sys.stdout = sys.stderr = os.fdopen(2, "w")  # those of pytest are files that are closed next
