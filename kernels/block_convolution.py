@@ -30,7 +30,7 @@ def block_convolution_reference(x, base, corrections, block_size):
     for j in range(len(base)):
         earlier = F.pad(x[..., : block_size - j, :, :], (0, 0, 0, 0, j, 0))
         found = found + base[j] * earlier + corrections[..., j, :, None] * earlier
-    return found.view(shape)
+    return found.view(shape).to(x.dtype)  # weights that are wider, as under autocast, widen nothing
 
 
 @jit(do_not_specialize=["num_rows"])

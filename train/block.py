@@ -169,7 +169,8 @@ def sliding_layers(recipe, num_layers):
     layers = tuple(range(num_layers - recipe.num_full_layers))
     if not layers:
         raise ValueError(
-            f"num_full_layers {recipe.num_full_layers} of {num_layers} layers leaves none to the sliding_window: set that to 0"
+            f"num_full_layers {recipe.num_full_layers} of {num_layers} layers leaves none to the sliding_window: lower "
+            "num_full_layers, or set sliding_window to 0"
         )
     same = {name: getattr(recipe, name) for name in ("sliding_window", "sliding_is_causal", "window_of_block")}
     return {"sliding_layers": layers, **same}

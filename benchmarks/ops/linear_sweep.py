@@ -23,11 +23,13 @@ from ...kernels.linear.linear_table import (
     SPLIT_ALIGNMENT,
     Launch,
     PrefillLaunch,
+    num_shares,
     num_splits,
     tile_rows,
 )
 
 SHARED_MEMORY = 227 << 10  # bytes of an H200's multiprocessor that one program may take
+MULTIPROCESSORS = 132  # of an H200
 PAST_L2 = 300e6  # bytes of weights that a measurement walks through, six times the L2
 
 
@@ -82,6 +84,12 @@ def prefill_launches(splits, operands=1):
         yield launch._replace(features=launch.features // operands)
 
 
+def _runs(launch, N, splits, rows):
+    """Whether a launch takes so many rows: one whose tiles are handed over needs a program for each row tile."""
+    handover = isinstance(launch, PrefillLaunch) and launch.handover
+    return not handover or num_shares(launch, N, splits, rows, MULTIPROCESSORS) > 0
+
+
 def cases_of(products, rows, dtype):
     """Every launch worth trying.  products: {name: (N, K)} -> list of Case"""
     cases = []
@@ -90,7 +98,7 @@ def cases_of(products, rows, dtype):
         prefill, operands = count > DECODE_ROWS and maps_fit(*shapes), 1 + (name == "gate_up")
         for splits in (1,) if name == "gate_up" else (1, 2, 4):
             launches = prefill_launches(splits, operands) if prefill else decode_launches(tile_rows(count), operands)
-            cases += [Case(name, N, K, count, splits, launch) for launch in launches]
+            cases += [Case(name, N, K, count, splits, launch) for launch in launches if _runs(launch, N, splits, count)]
     return cases
 
 

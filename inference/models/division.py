@@ -11,8 +11,8 @@
   it, 1 included (arXiv 2511.17826). Else every rank has one range, and the bits are those of this N alone (`keeps_bits`).
 - Norms, and everything after the logits, are computed by every rank.
 
-WHOLE is the division of a decoder that one device holds. Modules of transformers: modules/divided_products.py. Not divided: heads,
-draft models.
+WHOLE is the division of a decoder that one device holds. Modules of transformers: modules/divided_products.py. Not divided: layers
+of heads, draft models.
 
 Letters: M rows, H hidden, I intermediate, V vocabulary, N x K a weight, HQ and HK query and key heads, D head dimension.
 """

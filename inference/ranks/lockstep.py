@@ -47,10 +47,10 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class TakeStep:
-    """Take a step.  before: what happened since the last one; seconds: of steps that were recorded since; recording: candidates"""
+    """Take a step.  before: what happened since the last one; measured: of steps that were recorded since; recording: candidates"""
 
     before: list
-    seconds: list
+    measured: list
     recording: bool
 
 
@@ -64,25 +64,25 @@ class LedPlan:
 
     def record(self, num_requests, place, seconds, accepted, confidence=()):
         self._plan.record(num_requests, place, seconds, accepted, confidence)
-        self._records.append(seconds)
+        self._records.append((seconds, confidence))
 
-    def take_seconds(self):
-        """The seconds of all records since the last call."""
-        seconds, self._records = self._records, []
-        return seconds
+    def take_measured(self):
+        """What ranks may measure differently, of all records since the last call: [(seconds, confidence), ...]."""
+        measured, self._records = self._records, []
+        return measured
 
 
 class FollowedPlan(LedPlan):
-    """The plan of another rank, which records rank 0's seconds."""
+    """The plan of another rank, which records what rank 0 measured: its seconds, and what its drafts say of themselves."""
 
     def record(self, num_requests, place, seconds, accepted, confidence=()):
-        self._records.append((num_requests, place, accepted, confidence))
+        self._records.append((num_requests, place, accepted))
 
-    def settle(self, seconds):
-        """Record what has waited for these seconds, before the next choice."""
+    def settle(self, measured):
+        """Record what has waited for this, before the next choice."""
         records, self._records = self._records, []
-        for (num_requests, place, *known), its in zip(records, seconds, strict=True):
-            self._plan.record(num_requests, place, its, *known)
+        for (num_requests, place, accepted), (seconds, confidence) in zip(records, measured, strict=True):
+            self._plan.record(num_requests, place, seconds, accepted, confidence)
 
 
 class LeadingSession(Session):
@@ -109,7 +109,7 @@ class LeadingSession(Session):
             self._take_queued()
             before, self._before = self._before, []
             try:
-                self.ranks.send(TakeStep(before, self.engine.plan.take_seconds(), self.engine.record_candidates))
+                self.ranks.send(TakeStep(before, self.engine.plan.take_measured(), self.engine.record_candidates))
                 advanced = self.engine.step()
                 self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
                 return advanced
@@ -155,7 +155,7 @@ def follow(llm, connection):
                     engine.cancel(request)
             else:
                 engine.reset_prefix_cache()
-        engine.plan.settle(step.seconds)
+        engine.plan.settle(step.measured)
         engine.record_candidates = step.recording
         for request in engine.step():
             if request.finished:

@@ -83,6 +83,10 @@ class TensorParallel:
 
     def check_drafts(self, asked):
         """ValueError for a draft_tensor_parallel_size that is neither 1 nor all ranks.  asked: None for the default"""
+        if asked not in (None, 1, self.size) and self.size == 1:
+            raise ValueError(
+                f"draft_tensor_parallel_size={asked}: there is one rank; give tensor_parallel_size={asked}, too, or leave it out"
+            )
         if asked not in (None, 1, self.size):
             raise ValueError(
                 f"draft_tensor_parallel_size={asked}: a head's lm_heads are divided among all {self.size} ranks "

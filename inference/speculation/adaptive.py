@@ -107,7 +107,8 @@ class Adaptive:
                     self.lately[level].add(sure[level], LATELY)
         if not depth:  # nothing is known of the text at hand: it is taken for what it is on average, more and more
             for lately, claimed in zip(self.lately, self.claimed):
-                lately.add(claimed.value, LATELY)
+                if claimed.count:
+                    lately.add(claimed.value, LATELY)
         self._last_depth = depth
 
     def _bucket(self, num_requests):

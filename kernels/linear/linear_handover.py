@@ -10,10 +10,8 @@ bit changes. What was handed to it a program ends last: by then it is there. As 
 need not all run at once.
 Programs of all row tiles walk the same features at the same time, so weights come from memory once. A tile of rows is a power of
 two or two of them on the same weights, as 192 are. (One tile of 320 or 384 rows multiplies none in vain; several are faster.)
-A device runs one such product at a time, as the flags are the device's: none that is `late` (linear.py), none in a second stream.
+A stream runs one such product at a time, as the flags are the stream's: none is `late` (linear.py).
 """
-
-import functools
 
 import torch
 
@@ -118,12 +116,19 @@ def _handover(
                 _finish(more, b, out, num_rows, row + BLOCK_M, feature, part, N, GATED)
 
 
-@functools.lru_cache
+_flags = {}
+
+
 def handover_flags(device):
-    """One flag for every program, 0 between launches."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "a product whose tiles are handed over runs once before it is captured in a graph"
-    return torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
+    """One flag for every program, 0 between launches. A stream has its own: launches of two streams may run side by side."""
+    cuda = device.type == "cuda"
+    place = device, torch.cuda.current_stream(device).cuda_stream if cuda else 0
+    if place not in _flags:
+        made = torch.zeros(num_multiprocessors(device), dtype=torch.int32, device=device)
+        if cuda and torch.cuda.is_current_stream_capturing():
+            return made  # of the graph, zeroed in every replay: a warm-up before the capture spares that
+        _flags[place] = made
+    return _flags[place]
 
 
 def handover_product(x, w, b, S, launch, out=None, gated=False):

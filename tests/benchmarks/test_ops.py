@@ -66,6 +66,8 @@ def test_the_sweep_tries_launches_for_every_product_rows_and_splits():
     many = {("o", 2048, splits, "PrefillLaunch") for splits in (1, 2, 4)} | {("gate_up", 2048, 1, "PrefillLaunch")}
     assert kinds == few | many | {("gate_up", 1, 1, "Launch"), ("gate_up", 80, 1, "Launch")}
     assert len(set(cases)) == len(cases) > 100
+    more = cases_of({"o": (512, 512)}, (16384,), torch.bfloat16)  # more row tiles of 64 than programs
+    assert {case.launch.rows for case in more if case.launch.handover} == {128, 192, 256}
 
 
 def test_every_verifier_has_a_line_with_and_without_filters(shape, capsys):

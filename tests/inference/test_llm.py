@@ -320,7 +320,9 @@ def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
     for name, value in (("pipeline_parallel_size", 2), ("quantization", "awq")):
         with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
             LLM(str(target_folder), **{name: value})
-    with pytest.raises(ValueError, match="draft_tensor_parallel_size=2: a head's lm_heads are divided among all 1"):
+    with pytest.raises(
+        ValueError, match="draft_tensor_parallel_size=2: there is one rank; give tensor_parallel_size=2, too"
+    ):
         LLM(str(target_folder), speculative_config=spec | {"draft_tensor_parallel_size": 2})
 
 

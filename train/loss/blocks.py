@@ -125,7 +125,7 @@ def accumulate_block_gradients(
     confidence's losses; of a selector the sum of losses, of labels that are its first choice, and of labels among its candidates.
     """
     device, K, loss = states.device, states.shape[2], objective.loss
-    confident, selects = objective.confidence_weight > 0, objective.selector_weight > 0
+    confident, selects = objective.confidence_weight > 0, head.candidate_selector is not None
     with_hits = with_hits or objective.adapts or confident
     weight, draft_ids, ids = cast_lm_head(lm_head.weight, states.dtype), head.draft_token_ids, input_ids.flatten()
     totals = torch.zeros(K, 10, dtype=torch.float64, device=device)

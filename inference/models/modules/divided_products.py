@@ -13,6 +13,7 @@ Letters: M rows, N x K a weight, n features of one rank, E experts, R ranks.
 """
 
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -57,10 +58,12 @@ class FeatureDivision:
     def taking_experts(self, device):
         """Inside this context weights of experts that a module is given are replaced by this rank's part, on the device."""
 
+        thread = get_ident()  # the hook is the process's: another thread may load another model
+
         def replace(module, name, parameter):
-            return (
-                None if parameter is None or parameter.is_meta else self.take_experts(module, name, parameter, device)
-            )
+            if parameter is None or parameter.is_meta or get_ident() != thread:
+                return None
+            return self.take_experts(module, name, parameter, device)
 
         hook = register_module_parameter_registration_hook(replace)
         try:

@@ -58,7 +58,9 @@ class CorrectedDrafter(BlockPass, SequentialDrafter):
 
     def candidates(self, batch, widths):
         self.num_depths, self.sure = len(widths), []
-        return super().candidates(batch, widths)
+        found = super().candidates(batch, widths)
+        self.by_depth = self.kept = None
+        return found
 
     def start(self, batch):
         self.by_depth = self.run_block(batch)

@@ -190,19 +190,29 @@ def test_where_texts_differ_it_makes_more_tokens_per_second():
     assert tokens_per_second(True) > 1.05 * tokens_per_second(False)
 
 
-def test_ranks_that_measure_other_seconds_choose_alike():
-    """Rank 0's seconds are sent, and what a rank's own drafts tell is the same on all."""
+def test_steps_before_the_first_draft_say_nothing_of_the_text():
+    """As those of requests that are not drafted for."""
+    plan = Adaptive([3, 0], [1])
+    for _ in range(5):
+        plan.record(1, 1, 0.1, [0])
+    assert not any(one.count for one in plan.lately)
+
+
+def test_ranks_that_measure_otherwise_choose_alike():
+    """Rank 0's seconds and its drafts' confidence are sent: unlike cards may round that differently."""
     rng, depths = random.Random(2), [4, 2, 1, 0]
     led, followed = LedPlan(Adaptive(depths, [1])), FollowedPlan(Adaptive(depths, [1]))
     chosen = []
     for step in range(400):
-        followed.settle(led.take_seconds())
+        followed.settle(led.take_measured())
         place = led.choose(1)
         assert followed.choose(1) == place
         drafted, rate = depths[place], 0.9 if step // 50 % 2 else 0.1
         accepted = sum(rng.random() < rate for _ in range(drafted))
-        told = [accepted], [[rate ** (level + 1) for level in range(drafted)]] if drafted else []
-        led.record(1, place, 1 + 0.1 * drafted, *told)
-        followed.record(1, place, rng.random(), *told)
+        sure, other = (
+            [[one ** (level + 1) for level in range(drafted)]] if drafted else [] for one in (rate, rng.random())
+        )
+        led.record(1, place, 1 + 0.1 * drafted, [accepted], sure)
+        followed.record(1, place, rng.random(), [accepted], other)
         chosen.append(place)
     assert {*chosen[50:]} == {0, 1, 2, 3}

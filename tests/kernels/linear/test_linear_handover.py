@@ -43,7 +43,7 @@ def test_shared_tiles_have_the_bits_of_whole_ones_in_the_interpreter(monkeypatch
 
     def on(multiprocessors):
         monkeypatch.setattr(linear_handover, "num_multiprocessors", lambda device: multiprocessors)
-        handover_flags.cache_clear()
+        linear_handover._flags.clear()
         return product(x, w, b, splits, launch, gated)
 
     expected = on(row_tiles)  # one program walks all tiles of a row tile
@@ -54,7 +54,7 @@ def test_shared_tiles_have_the_bits_of_whole_ones_in_the_interpreter(monkeypatch
     for shares in (2, 3, 4, 100):
         assert torch.equal(on(shares * row_tiles), expected), shares
         assert not handover_flags(x.device).any()
-    handover_flags.cache_clear()  # of more programs than any device has
+    linear_handover._flags.clear()  # of more programs than any device has
 
 
 def test_a_share_is_a_tile_at_least_and_all_programs_have_one():
@@ -118,8 +118,10 @@ def test_a_thousand_replays_under_load_have_the_same_bits():
         return torch.cat([y.flatten() for y in (*gated, linear(x[:512], short), linear(x, short))])
 
     expected, wrong = work(), torch.zeros((), dtype=torch.int64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+    with torch.cuda.graph(graph, stream=stream):
         found = work()
     for _ in range(1000):
         found.fill_(float("nan"))
@@ -128,3 +130,24 @@ def test_a_thousand_replays_under_load_have_the_same_bits():
     assert wrong.item() == 0
     assert torch.equal(found[: 192 * 14336].view(192, -1)[:100], gate_up_silu(x[:100], w))
     assert not handover_flags(x.device).any()
+
+
+@pytest.mark.gpu
+def test_two_streams_do_not_take_each_others_sums():
+    """As two engines' graphs, which may run side by side."""
+    x, w, _ = operands(320, 28672, 4096, torch.bfloat16, "cuda")
+    inputs, found, graphs = [x, x.flip(0).contiguous()], [], []
+    expected, streams = [gate_up_silu(one, w) for one in inputs], [torch.cuda.Stream() for _ in inputs]
+    for stream, one in zip(streams, inputs):
+        with torch.cuda.stream(stream):
+            gate_up_silu(one, w)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            found.append([gate_up_silu(one, w) for _ in range(20)])
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for outputs, whole in zip(found, expected):
+        assert all(torch.equal(one, whole) for one in outputs)
