@@ -11,6 +11,7 @@ from headstart.tests.inference.speculation.draft_matrix import VOCAB
 LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 NARROW = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
+OTHER = dict(intermediate_size=112, num_attention_heads=6, num_key_value_heads=3, head_dim=32)
 LAYERS = dict(aux_layer_ids=(0, 1, 2))
 BLOCK = dict(aux_layer_ids=(0, 1), mask_token_id=5, num_hidden_layers=2, num_speculative_tokens=3)
 CASES = {
@@ -34,10 +35,7 @@ CASES = {
         Eagle,
         dict(
             embedding="target's",
-            intermediate_size=112,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=32,
+            **OTHER,
             rms_norm_eps=0.3,
             rope_theta=50.0,
             num_speculative_tokens=4,
@@ -71,10 +69,7 @@ CASES = {
         Eagle3,
         dict(
             embedding="target's",
-            intermediate_size=112,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=32,
+            **OTHER,
             rope_theta=50.0,
             **LAYERS,
         ),
@@ -88,10 +83,7 @@ CASES = {
         BlockHead,
         dict(
             embedding="target's",
-            intermediate_size=112,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=32,
+            **OTHER,
             rms_norm_eps=0.3,
             rope_theta=50.0,
             layers=7,
