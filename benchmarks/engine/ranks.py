@@ -1,29 +1,37 @@
 """`headstart bench ranks`: the same random model on one rank and on several, in one run: steps, first tokens, tokens per second.
 
-Plain decoding through the session that LLM.generate drives, in the steady state. *of one* is the time of a step over that of the
-first size on the same requests. The floor is that of one rank's own weights, keys and values; what ranks hand to each other is left
-out of it, so the distance to it shows what that costs. Outputs are compared: `same` says whether all tokens are those of the first
-size, which is promised where products are cut alike (docs/engine.md, Several ranks).
+Plain decoding through the session that LLM.generate drives, in the steady state. With a head also steps that draft a chain, of
+which a random head's tokens are hardly ever accepted: with the head's own lm_heads whole on each rank and divided among them. *of
+one* is the time of a step over that of the first size on the same requests. The floor is that of one rank's own weights, keys and
+values; what ranks hand to each other is left out of it, so the distance to it shows what that costs. Outputs are compared: `same`
+says whether all tokens are those of the first size without drafts, which is promised where products are cut alike (docs/engine.md,
+Several ranks).
 """
 
 import random
+import tempfile
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import record_steps
 from ...evaluation.timing import Times, release
+from ...heads.checkpoint import save_head
 from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ..floor import StepFloor, copy_bandwidth, product_rate
+from ..random_heads import random_head
 from ..shape import check_fits, config_of_shape
 from .startup import FIRST_TOKENS, first_tokens_ms
 
 COLUMNS = {
     "ranks": ("ranks", 5, plain),
     "what": ("what", 22, plain),
+    "drafts": ("drafts", 22, lambda drafts: drafts or "none"),
     "p20": ("p20 ms", 8, decimals(3)),
     "p50": ("p50 ms", 8, decimals(3)),
     "p80": ("p80 ms", 8, decimals(3)),
@@ -46,6 +54,8 @@ class RanksSettings:
     prompt_tokens: int = 1000
     new_tokens: int = 128
     first_prompts: tuple[int, ...] = (1000, 2048)
+    head: str | None = None
+    num_speculative_tokens: int = 4
 
 
 def bench_ranks(settings, device, dtype, command, output=None, commit=None):
@@ -64,57 +74,109 @@ def bench_ranks(settings, device, dtype, command, output=None, commit=None):
         copy_bytes_per_second=round(rates[0]),
         products_per_second=round(rates[1]),
     )
-    first = None
-    for size in settings.sizes:
-        release(place)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "with tensor_parallel_size")
-            llm = LLM(
-                config,
-                load_format="dummy",
-                dtype=dtype,
-                device=device,
-                max_model_len=length,
-                max_num_seqs=max(settings.batches),
-                enable_prefix_caching=False,
-                tensor_parallel_size=size,
-                tensor_parallel_invariant=settings.invariant,
-            )
-        try:
-            found = measure(llm, settings, rates)
-        finally:
-            if llm.session.ranks is not None:
-                llm.session.ranks.end()
-            del llm
-        first = first or found
-        for what, (row, tokens) in found.items():
-            of_one = row["p50"] / first[what][0]["p50"]
-            report.add({"ranks": size, "what": what, **row, "of_one": of_one, "same": tokens == first[what][1]})
+    with tempfile.TemporaryDirectory(prefix="headstart-head-") as folder:
+        bench = RanksBench(settings, config, str(device), dtype, length, rates, Path(folder, "head"), report)
+        for size in settings.sizes:
+            bench.plainly(size)
+            for placed in placings(size) if settings.head else ():
+                bench.drafting(size, placed)
     return report.finish()
 
 
-def measure(llm, settings, rates):
-    """{what: (row, token ids)} of one LLM; the same prompts for every one."""
-    dice, vocab = random.Random(0), llm.engine.decoder.vocab_size
-    floor, found = StepFloor(llm.engine.decoder, *rates), {}
+def placings(size):
+    """draft_tensor_parallel_size of so many ranks -> {1: whole on each rank, size: divided among them}."""
+    return {1: "whole", size: "divided"} if size > 1 else {1: "whole"}
 
-    def prompts(count, length):
-        return [[dice.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
+class RanksBench:
+    """Builds an LLM per size and way of drafting, measures it and writes its lines.  folder: of the head, for all ranks to read"""
+
+    def __init__(self, settings, config, device, dtype, length, rates, folder, report):
+        self.settings, self.config, self.device, self.dtype, self.length = settings, config, device, dtype, length
+        self.rates, self.folder, self.report = rates, folder, report
+        self.first, self.tokens = (
+            {},
+            {},
+        )  # (what, whether drafted): the first size's row; what: its tokens without drafts
+
+    def plainly(self, size):
+        settings = self.settings
+        with self.llm(size) as llm:
+            if settings.head and not self.folder.exists():
+                head = random_head(settings.head, self.config, llm.engine.decoder, settings.num_speculative_tokens)
+                save_head(head, self.folder)
+                del head
+            found = first_tokens(llm, settings) | steps(llm, settings, StepFloor(llm.engine.decoder, *self.rates))
+        self.add(size, None, found)
+
+    def drafting(self, size, placed):
+        depth = (
+            {"num_speculative_tokens": self.settings.num_speculative_tokens} if self.settings.head != "medusa" else {}
+        )
+        speculative = {"model": str(self.folder), "draft_tensor_parallel_size": placed} | depth
+        with self.llm(size, speculative_config=speculative) as llm:
+            found = steps(llm, self.settings, StepFloor(llm.engine.decoder, *self.rates), llm.tree.num_nodes)
+        self.add(size, f"{self.settings.head}, {placings(size)[placed]}", found)
+
+    @contextmanager
+    def llm(self, size, **options):
+        """An LLM on so many ranks; the others have ended afterwards."""
+        release(torch.device(self.device))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "with tensor_parallel_size")
+            llm = LLM(
+                self.config,
+                load_format="dummy",
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.length,
+                max_num_seqs=max(self.settings.batches),
+                enable_prefix_caching=False,
+                tensor_parallel_size=size,
+                tensor_parallel_invariant=self.settings.invariant,
+                **options,
+            )
+        try:
+            yield llm
+        finally:
+            if llm.session.ranks is not None:
+                llm.session.ranks.end()
+
+    def add(self, size, drafts, found):
+        for what, (row, tokens) in found.items():
+            first = self.first.setdefault((what, drafts is not None), row)
+            row |= {"of_one": row["p50"] / first["p50"], "same": tokens == self.tokens.setdefault(what, tokens)}
+            self.report.add({"ranks": size, "what": what, "drafts": drafts, **row})
+
+
+def prompts(dice, llm, count, length):
+    return [[dice.randrange(llm.engine.decoder.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def first_tokens(llm, settings):
+    """{what: (row, token ids)}: the first token of one prompt after a pause; the same prompts for every LLM."""
+    dice, found = random.Random(0), {}
     for length in settings.first_prompts:
-        given = prompts(FIRST_TOKENS, length)
+        given = prompts(dice, llm, FIRST_TOKENS, length)
         times = Times.of(first_tokens_ms(llm, given))
         (output,) = llm.generate([given[0]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         row = times.as_dict() | {"floor": None, "over_floor": None, "tokens_per_second": None}
         found[f"first token of {length}"] = row, output.outputs[0].token_ids
+    return found
+
+
+def steps(llm, settings, floor, nodes=1):
+    """{what: (row, token ids)}: steps of each batch; the same prompts for every LLM.  nodes: of a request's step"""
+    dice, found = random.Random(1), {}
     params = SamplingParams(max_tokens=settings.new_tokens, ignore_eos=True, seed=1)
     for batch in settings.batches:
-        record = record_steps(llm.session, prompts(batch, settings.prompt_tokens), params)
-        tokens, seconds, steps = record.steady(batch)
-        context = batch * (settings.prompt_tokens + settings.new_tokens // 2)
-        least = 1e3 * sum(floor.of(1, batch, context).values())
-        row = Times.of(steps).as_dict() | {"floor": least, "tokens_per_second": tokens / seconds}
-        row["over_floor"] = row["p50"] / least
+        record = record_steps(llm.session, prompts(dice, llm, batch, settings.prompt_tokens), params)
+        tokens, seconds, times = record.steady(batch)
+        row = Times.of(times).as_dict() | {"floor": None, "over_floor": None, "tokens_per_second": tokens / seconds}
+        if nodes == 1:  # the floor of drafts, which ranks may divide, is not counted
+            context = batch * (settings.prompt_tokens + settings.new_tokens // 2)
+            row["floor"] = 1e3 * sum(floor.of(1, batch, context).values())
+            row["over_floor"] = row["p50"] / row["floor"]
         ids = [request.output_token_ids for submission in record.submissions for request in submission.requests]
         found[f"step of {batch}"] = row, ids
     return found

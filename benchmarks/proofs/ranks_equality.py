@@ -2,12 +2,14 @@
 
     python benchmarks/proofs/ranks_equality.py --shape llama-3-8b                     two ranks, on two GPUs
     python benchmarks/proofs/ranks_equality.py --shape llama-3-8b --ranks 4 --invariant 4
+    python benchmarks/proofs/ranks_equality.py --shape llama-3-70b --ranks 4 --reference 4 --draft plain --draft eagle3
 
-One rank answers all requests plainly. Then the ranks do, plainly and with every way of drafting: heads of Medusa (a tree) and
-EAGLE-3 (a dynamic tree), which are random and hardly ever right; the target itself as the draft model, nearly always right;
-n-grams. A third of the requests are greedy, a third drawn at temperature 0.9, and in a third each asks for something different, as
-in equality.py, and for log-probabilities. They are answered in batches, a few again one by one. At least --tokens tokens come from
-the ranks. Exits with 1 if a token or a log-probability differs.
+One rank, or --reference of them, answers all requests plainly. Then the ranks do, plainly and with every way of drafting: heads of
+Medusa (a tree), EAGLE-3 (a dynamic tree) and an MLP speculator (a chain; whole on each rank, draft_tensor_parallel_size 1), which
+are random and hardly ever right; the target itself as the draft model, nearly always right; n-grams. A third of the requests are
+greedy, a third drawn at temperature 0.9, and in a third each asks for something different, as in equality.py, and for
+log-probabilities. They are answered in batches, a few again one by one. At least --tokens tokens come from the ranks. Exits with 1
+if a token or a log-probability differs.
 
 Without --invariant one rank and two are alike where products are cut alike: see docs/engine.md, Several ranks.
 """
@@ -17,6 +19,7 @@ import random
 import sys
 import tempfile
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,7 +37,8 @@ from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.tree import save_tree
 
 GROUPS = {"greedy": [{"temperature": 0.0}], "temperature 0.9": [{}], "mixed": [one | {"logprobs": 2} for one in MIXED]}
-WAYS = ("plain", "medusa", "eagle3", "draft model", "ngram")
+HEADS = ("medusa", "eagle3", "mlp speculator")
+WAYS = ("plain", *HEADS, "draft model", "ngram")
 ALONE = 2  # requests of each group that are answered one by one, too
 COLUMNS = {"ranks": ("ranks", 5, plain)} | shape_equality.COLUMNS
 
@@ -43,6 +47,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help="of the target: a name, or a folder with a config.json")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument(
+        "--reference", type=int, default=1, help="number of ranks that answer first (default 1; --ranks: none fits one)"
+    )
     parser.add_argument("--invariant", type=int, help="tensor_parallel_invariant of one rank and of several")
     parser.add_argument("--draft", action="append", choices=WAYS, help="may be given again (default: all)")
     parser.add_argument("--depth", type=int, default=4, help="depth of the drafts (default 4)")
@@ -54,13 +61,14 @@ def main(arguments=None):
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_fits(options.shape, device, getattr(torch, options.dtype))
+    if options.reference == 1:
+        check_fits(options.shape, device, getattr(torch, options.dtype))
     command = command_line("benchmarks/proofs/ranks_equality.py", arguments)
     report = Report("ranks-equality", COLUMNS, device, command, vars(options), options.output)
     with tempfile.TemporaryDirectory(prefix="headstart-heads-") as folder:
         Proof(options, device, report, Path(folder)).run()
     differing = sum(row["differing"] for row in report.rows)
-    tokens = sum(row["tokens"] for row in report.rows if row["ranks"] > 1)
+    tokens = sum(row["tokens"] for row in report.rows[1:])
     report.state(
         f"{differing} requests differ over {tokens} tokens of {options.ranks} ranks",
         ranks_tokens=tokens,
@@ -73,7 +81,7 @@ def main(arguments=None):
 
 
 class Proof:
-    """The requests, and what one rank answers.  folder: where random heads are written, for every rank to read"""
+    """The requests, and what the reference answers.  folder: where random heads are written, for every rank to read"""
 
     def __init__(self, options, device, report, folder):
         self.options, self.device, self.report, self.folder = options, device, report, folder
@@ -93,32 +101,33 @@ class Proof:
 
     def run(self):
         """Answer all requests in all ways, one LLM after the other."""
-        everyone = range(len(self.prompts))
-        one = self.llm(1)
-        self.known = self.answer(one, 1, "plain", everyone)
         save_tree(TREES["tree of 24"], self.folder / "tree.json")
-        for method in ("medusa", "eagle3"):
-            if method in self.ways:
-                head = random_head(method, self.config, one.engine.decoder, self.options.depth)
-                save_head(head, self.folder / method)
-                del head
-        del one
+        self.answer_first()
         for way in self.ways:
-            release(torch.device(self.device))
-            llm = self.llm(self.options.ranks, speculative_config=self.drafting(way))
-            try:
-                self.answer(llm, self.options.ranks, way, everyone, self.known)
-                self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], at_once=1)
-                llm.engine.check()
-            finally:
-                if llm.session.ranks is not None:
-                    llm.session.ranks.end()
-                del llm
+            self.try_way(way)
 
+    def answer_first(self):
+        """What the reference says, and heads of its shape."""
+        with self.llm(self.options.reference) as llm:
+            self.known = self.answer(llm, self.options.reference, "plain", range(len(self.prompts)))
+            for way in HEADS:
+                if way in self.ways:
+                    head = random_head(way.replace(" ", "_"), self.config, llm.engine.decoder, self.options.depth)
+                    save_head(head, self.folder / way)
+
+    def try_way(self, way):
+        with self.llm(self.options.ranks, speculative_config=self.drafting(way)) as llm:
+            self.answer(llm, self.options.ranks, way, range(len(self.prompts)), self.known)
+            self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], at_once=1)
+            llm.engine.check()
+
+    @contextmanager
     def llm(self, ranks, **options):
+        """An LLM on so many ranks; the others have ended afterwards."""
+        release(torch.device(self.device))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "with tensor_parallel_size")
-            return LLM(
+            llm = LLM(
                 self.config,
                 load_format="dummy",
                 dtype=self.options.dtype,
@@ -130,6 +139,11 @@ class Proof:
                 tensor_parallel_invariant=self.options.invariant,
                 **options,
             )
+        try:
+            yield llm
+        finally:
+            if llm.session.ranks is not None:
+                llm.session.ranks.end()
 
     def drafting(self, way):
         """speculative_config of a way of drafting."""
@@ -138,6 +152,7 @@ class Proof:
             "plain": None,
             "medusa": {"model": str(self.folder / "medusa"), "tree": str(self.folder / "tree.json")},
             "eagle3": {"model": str(self.folder / "eagle3"), "tree": "dynamic", **depth},
+            "mlp speculator": {"model": str(self.folder / "mlp speculator"), "draft_tensor_parallel_size": 1},
             "draft model": {"method": "draft_model", "model": self.config, **depth},  # the same random weights
             "ngram": {"method": "ngram", **depth},
         }[way]

@@ -29,6 +29,20 @@ def test_sizes_stand_beside_each_other_and_give_the_same_tokens(bench):
     assert sum("yes" in line for line in said) == 6
 
 
+def test_heads_are_timed_with_their_lm_heads_whole_and_divided(bench):
+    drafting = ["--head", "medusa", "--new-tokens", "60"]
+    _, found = bench("ranks", *SMALL, "-tp", "1,2", "--tensor-parallel-invariant", "2", *drafting)
+    rows = [row for row in found["rows"] if row["drafts"]]
+    ways = [(1, "medusa, whole"), (2, "medusa, whole"), (2, "medusa, divided")]
+    assert [(row["ranks"], row["drafts"], row["what"]) for row in rows] == [
+        (*way, what) for way in ways for what in ("step of 1", "step of 3")
+    ]
+    for row, one in zip(rows, 3 * rows[:2], strict=True):
+        assert row["same"]
+        assert row["floor"] is None
+        assert row["of_one"] == pytest.approx(row["p50"] / one["p50"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -15,9 +15,11 @@ def shape(tmp_path):
     return str(tmp_path)
 
 
-def prove(shape, *drafts):
+def prove(shape, *words):
+    """words: ways of drafting, and options."""
     sizes = ["--context", "20", "--max-tokens", "8", "--batch", "3", "--depth", "4", "--dtype", "float32"]
-    words = [word for draft in drafts for word in ("--draft", draft)]
+    drafts = [word for draft in words if draft in ranks_equality.WAYS for word in ("--draft", draft)]
+    words = [*drafts, *(word for word in words if word not in ranks_equality.WAYS)]
     return ranks_equality.main(["--shape", shape, "--invariant", "2", *sizes, "--tokens", "200", *words])
 
 
@@ -37,6 +39,14 @@ def test_two_ranks_give_the_tokens_of_one(shape, capsys):
     assert facts["differing_requests"] == 0
     assert facts["ranks_tokens"] == sum(row["tokens"] for row in rows[1:]) >= 200
     assert rows[3]["acceptance_length"] > 3  # the target itself
+
+
+def test_ranks_are_compared_with_ranks_where_none_fits_one(shape, capsys):
+    assert prove(shape, "mlp speculator", "--reference", "2") == 0
+    rows, facts = rows_of(capsys)
+    ways = [("plain", 3), ("mlp speculator", 3), ("mlp speculator", 1)]
+    assert [(row["ranks"], row["draft"], row["batch"]) for row in rows] == [(2, *way) for way in ways]
+    assert facts["ranks_tokens"] == sum(row["tokens"] for row in rows[1:])
 
 
 def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from headstart.inference.ranks import processes
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams
 
-folder, device, phase = sys.argv[1:]
+folder, device, phase, size = sys.argv[1:]
 start, read, pids = processes.start_worker, weights._read, []
 
 def noted(connection):
@@ -36,7 +36,7 @@ def told(*given, **named):
 
 processes.start_worker, weights._read = noted, told
 try:
-    llm = LLM(folder, device=device, dtype="float32", max_num_seqs=8, max_model_len=256, tensor_parallel_size=2)
+    llm = LLM(folder, device=device, dtype="float32", max_num_seqs=8, max_model_len=256, tensor_parallel_size=int(size))
     length, new = (200, 1) if phase == "prefill" else (2, 200)
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     llm.generate([[1] * length] * 8, params)
@@ -52,20 +52,20 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def start(divided_folder):
-    """start(phase) -> the process of rank 0, the pid of rank 1; both are in that phase."""
+    """start(phase, size=2) -> the process of rank 0, the pids of the others; all are in that phase."""
     started = []
 
-    def run(phase):
+    def run(phase, size=2):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if torch.cuda.device_count() < 2:
+        if torch.cuda.device_count() < size:
             environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        command = [sys.executable, "-c", PROGRAM, str(divided_folder), DEVICE, phase]
+        command = [sys.executable, "-c", PROGRAM, str(divided_folder), DEVICE, phase, str(size)]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
         started.append(process)
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        return process, int(line)
+        return process, [int(word) for word in line.split()]
 
     yield run
     for process in started:
@@ -76,28 +76,41 @@ def start(divided_folder):
 DEVICE = "cuda"
 
 
+def check_killed(process, others, rank, told=None):
+    """kill -9 of this rank ends all: within seconds no process is left, and rank 0, if it lives, says which ended.
+
+    told: what rank 0 waits for before it goes on
+    """
+    os.kill([process.pid, *others][rank], signal.SIGKILL)
+    if told and rank:
+        process.stdin.write(told)
+        process.stdin.close()
+    code = process.wait(WITHIN)
+    assert_gone(others, WITHIN)
+    if rank:
+        assert code == 1
+        said = process.stderr.read().splitlines()[-1]
+        assert said.startswith(f"ended: rank {rank} of {len(others) + 1} was ended by SIGKILL")
+    else:
+        assert code == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", ["load", "prefill", "decode"])
 def test_a_rank_that_is_killed_ends_all(start, phase, rank):
-    process, other = start(phase)
-    os.kill([process.pid, other][rank], signal.SIGKILL)
-    if phase == "load" and rank:
-        process.stdin.write("\n")
-        process.stdin.close()
-    code = process.wait(WITHIN)
-    assert_gone([other], WITHIN)
-    if rank:
-        assert code == 1
-        assert process.stderr.read().splitlines()[-1].startswith("ended: rank 1 of 2 was ended by SIGKILL")
-    else:
-        assert code == -signal.SIGKILL
+    check_killed(*start(phase), rank, told="\n" if phase == "load" else None)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_of_four_ranks_that_is_killed_ends_all(start, rank):
+    check_killed(*start("decode", 4), rank)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_ctrl_c_ends_all(start, phase):
     """As a terminal sends it: to the whole group."""
-    process, other = start(phase)
+    process, others = start(phase)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(WITHIN) == 1
     assert process.stderr.read().splitlines()[-1] == "interrupted"
-    assert_gone([other], WITHIN)
+    assert_gone(others, WITHIN)
