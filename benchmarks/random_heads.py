@@ -4,6 +4,7 @@ import torch
 
 from ..heads.block import BlockHead
 from ..heads.block_config import BlockConfig
+from ..heads.checkpoint import save_head
 from ..heads.eagle import Eagle, EagleConfig
 from ..heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from ..heads.medusa import Medusa, MedusaConfig
@@ -60,20 +61,31 @@ def block_aux_layers(num_layers):
 
 
 def random_head(method, config, decoder, depth, shared_lm_head=False):
-    """A head with random weights, made on the device of a target's Decoder and in its dtype."""
-    head = empty_head(method, config, depth, shared_lm_head).to(decoder.dtype)
-    head = head.to_empty(device=decoder.device).requires_grad_(False)
+    """A head with random weights, made on the device of a target's Decoder and in its dtype, on the target's embedding."""
+    head = _random(method, config, depth, shared_lm_head, decoder.dtype, decoder.device)
+    if method in ("eagle", "eagle3", "block"):
+        head.take_embedding(decoder.embedding)
+    return head
+
+
+def save_random_head(method, config, depth, folder, *, dtype, device):
+    """Write a head with random weights; as in published files, a table of the target's embedding is not among them."""
+    save_head(_random(method, config, depth, False, dtype, device), folder)
+
+
+def _random(method, config, depth, shared_lm_head, dtype, device):
+    """A head with random weights, which waits for the target's embedding if it reads that."""
+    head = empty_head(method, config, depth, shared_lm_head).to(dtype)
+    head = head.to_empty(device=device).requires_grad_(False)
     for name, parameter in head.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=parameter.shape[1] ** -0.5)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    if method in ("eagle", "eagle3", "block"):
-        head.take_embedding(decoder.embedding)
     if method == "eagle3" and head.d2t is not None:
         # Spread over the whole vocabulary, like frequent tokens.
-        number = torch.arange(len(head.d2t), device=decoder.device)
-        chosen = number * decoder.vocab_size // len(number)
+        number = torch.arange(len(head.d2t), device=device)
+        chosen = number * len(head.t2d) // len(number)
         t2d = torch.zeros_like(head.t2d)
         t2d[chosen] = True
         head.set_draft_vocabulary(chosen - number, t2d)

@@ -20,11 +20,10 @@ import torch
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import record_steps
 from ...evaluation.timing import Times, release
-from ...heads.checkpoint import save_head
 from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ..floor import StepFloor, copy_bandwidth, product_rate
-from ..random_heads import random_head
+from ..random_heads import save_random_head
 from ..shape import check_fits, config_of_shape
 from .startup import FIRST_TOKENS, first_tokens_ms
 
@@ -75,6 +74,9 @@ def bench_ranks(settings, device, dtype, command, output=None, commit=None):
         products_per_second=round(rates[1]),
     )
     with tempfile.TemporaryDirectory(prefix="headstart-head-") as folder:
+        if settings.head:
+            depth, where = settings.num_speculative_tokens, dict(dtype=dtype, device=place)
+            save_random_head(settings.head, config, depth, Path(folder, "head"), **where)
         bench = RanksBench(settings, config, str(device), dtype, length, rates, Path(folder, "head"), report)
         for size in settings.sizes:
             bench.plainly(size)
@@ -94,18 +96,12 @@ class RanksBench:
     def __init__(self, settings, config, device, dtype, length, rates, folder, report):
         self.settings, self.config, self.device, self.dtype, self.length = settings, config, device, dtype, length
         self.rates, self.folder, self.report = rates, folder, report
-        self.first, self.tokens = (
-            {},
-            {},
-        )  # (what, whether drafted): the first size's row; what: its tokens without drafts
+        self.first = {}  # (what, whether drafted): the first size's row
+        self.tokens = {}  # what: the first size's tokens without drafts
 
     def plainly(self, size):
         settings = self.settings
         with self.llm(size) as llm:
-            if settings.head and not self.folder.exists():
-                head = random_head(settings.head, self.config, llm.engine.decoder, settings.num_speculative_tokens)
-                save_head(head, self.folder)
-                del head
             found = first_tokens(llm, settings) | steps(llm, settings, StepFloor(llm.engine.decoder, *self.rates))
         self.add(size, None, found)
 

@@ -27,11 +27,10 @@ import torch
 from headstart.benchmarks.proofs import shape_equality
 from headstart.benchmarks.proofs.equality import MIXED, TREES
 from headstart.benchmarks.proofs.shape_equality import answer_shuffled
-from headstart.benchmarks.random_heads import random_head
+from headstart.benchmarks.random_heads import save_random_head
 from headstart.benchmarks.shape import check_fits, config_of_shape
 from headstart.evaluation.results import Report, command_line, plain
 from headstart.evaluation.timing import release
-from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.tree import save_tree
@@ -102,18 +101,17 @@ class Proof:
     def run(self):
         """Answer all requests in all ways, one LLM after the other."""
         save_tree(TREES["tree of 24"], self.folder / "tree.json")
+        where = dict(dtype=getattr(torch, self.options.dtype), device=torch.device(self.device))
+        for way in HEADS:
+            if way in self.ways:
+                save_random_head(way.replace(" ", "_"), self.config, self.options.depth, self.folder / way, **where)
         self.answer_first()
         for way in self.ways:
             self.try_way(way)
 
     def answer_first(self):
-        """What the reference says, and heads of its shape."""
         with self.llm(self.options.reference) as llm:
             self.known = self.answer(llm, self.options.reference, "plain", range(len(self.prompts)))
-            for way in HEADS:
-                if way in self.ways:
-                    head = random_head(way.replace(" ", "_"), self.config, llm.engine.decoder, self.options.depth)
-                    save_head(head, self.folder / way)
 
     def try_way(self, way):
         with self.llm(self.options.ranks, speculative_config=self.drafting(way)) as llm:

@@ -42,9 +42,9 @@ def test_two_ranks_give_the_tokens_of_one(shape, capsys):
 
 
 def test_ranks_are_compared_with_ranks_where_none_fits_one(shape, capsys):
-    assert prove(shape, "mlp speculator", "--reference", "2") == 0
+    assert prove(shape, "eagle3", "mlp speculator", "--reference", "2") == 0
     rows, facts = rows_of(capsys)
-    ways = [("plain", 3), ("mlp speculator", 3), ("mlp speculator", 1)]
+    ways = [("plain", 3), ("eagle3", 3), ("eagle3", 1), ("mlp speculator", 3), ("mlp speculator", 1)]
     assert [(row["ranks"], row["draft"], row["batch"]) for row in rows] == [(2, *way) for way in ways]
     assert facts["ranks_tokens"] == sum(row["tokens"] for row in rows[1:])
 
