@@ -21,9 +21,19 @@ def _lone_part(head):
     return "a selector" if head.selector_rank else "convolutions"
 
 
+def _scales(head):
+    """What a head's scales and cap do, in words; "" for none."""
+    said = [f"logits times {head.output_multiplier:g}"] * (head.output_multiplier != 1)
+    said += [f"logits capped at {head.final_logit_softcapping:g}"] * (head.final_logit_softcapping != 0)
+    said += [f"embeddings times {head.input_embedding_scale:g}"] * (head.input_embedding_scale != 1)
+    return ", ".join(said)
+
+
 def zlab(files):
     yield from _dflash2(files)
     head = files.head.config
+    if scales := _scales(head):
+        yield NOTE, f"versions before 2026-08 scale and cap nothing, and this head has {scales}"
     if part := _lone_part(head):
         yield NOTE, f"whether it reads files with {part} alone was not checked"
     if head.edge_rank:
@@ -49,6 +59,8 @@ def sglang(files):
     yield from _dflash2(files)
     yield from _serving(files)
     head = files.head.config
+    if scales := _scales(head):
+        yield NOTE, f"whether it scales and caps was not checked: this head has {scales}"
     if head.is_causal:
         yield NOTE, "whether it reads `is_causal` was not checked: this head's slots see only the slots before them"
     if head.num_scores != head.vocab_size:
@@ -59,6 +71,9 @@ def vllm(files):
     yield from _dflash2(files)
     if part := _lone_part(files.head.config):
         yield NO, f"it builds both of DFlash2's parts, and this head has {part} alone"
+    head = files.head.config
+    if not (head.selector_rank and head.conv_kernel_size) and (scales := _scales(head)):
+        yield WRONG, f"it scales and caps for DFlash2 alone, and this head has {scales}"
     yield from _serving(files)
 
 
@@ -118,6 +133,8 @@ def in_card(head):
         rows.append(("logits", "the target's lm_head"))
     else:
         rows.append(("logits", f"its own lm_head over {config.draft_vocab_size} of {config.vocab_size} tokens"))
+    if scales := _scales(config):
+        rows.append(("scales", scales))
     if config.edge_rank:
         rows.append(("edge", f"of rank {config.edge_rank}, from the token before"))
     if config.confidence:

@@ -146,6 +146,18 @@ def test_parts_of_dflash2_are_described(inspect, tmp_path):
     assert [one for one in said if one not in " ".join(text.split())] == []
 
 
+@pytest.mark.parametrize("parts", [{}, dict(selector_rank=3, conv_kernel_size=2, conv_group_size=4)])
+def test_scales_are_told_to_readers_that_know_none(inspect, tmp_path, parts):
+    scales = dict(output_multiplier=0.25, final_logit_softcapping=20.0, input_embedding_scale=2.0)
+    save_head(block(**parts, **scales), tmp_path / "head")
+    status, text, _ = inspect("head")
+    text, said = " ".join(text.split()), "has logits times 0.25, logits capped at 20, embeddings times 2"
+    assert status == 0
+    assert f"versions before 2026-08 scale and cap nothing, and this head {said}" in text
+    assert f"whether it scales and caps was not checked: this head {said}" in text
+    assert (f"it scales and caps for DFlash2 alone, and this head {said}" in text) == (not parts)
+
+
 def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):
     save_head(eagle3(vocab_size=V + 1, base_model_name_or_path=""), tmp_path / "head")
     status, text, _ = inspect("head")
