@@ -127,6 +127,22 @@ def test_every_family_is_described(inspect, tmp_path, format):
     assert found["draft_bytes"] == num_bytes
 
 
+def test_a_tree_of_another_head_of_the_run_is_said_to_be_left_out(inspect, tmp_path):
+    save_head(block(), tmp_path / "run" / "best")
+    save_head(block(edge_rank=3), tmp_path / "run" / "head")
+    (tmp_path / "run" / "best" / "acceptance.json").write_text(
+        '{"step": 2, "acceptance_length": 2.5, "per_position": [0.5]}'
+    )
+    (tmp_path / "run" / "tree.json").write_text('{"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}')
+    said = f"{(tmp_path / 'run' / 'tree.json').resolve()}: measured on other weights of that run"
+    for name, other in (("run", False), ("run/best", False), ("run/head", True)):
+        status, text, _ = inspect(name)
+        assert status == 0
+        assert (said in " ".join(text.split()), "static, 4 nodes" in text) == (other, not other), name
+        assert bool(json.loads(inspect(name, "--json")[1])["left_out"]) == other
+    assert "none beside it" in text
+
+
 def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
     save_head(block(edge_rank=3, sample_from_anchor=True, confidence=True, draft_vocab_size=VD), tmp_path / "head")
     status, text, _ = inspect("head")
