@@ -15,8 +15,9 @@ scaled as the target may do (z-lab's `_raw_input_embeddings`).
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
 up to itself. In sliding layers it sees the last of the context alone (Reach of packed_attention.py); projects differ in the rest:
-of the block it sees all (z-lab's own code), or the slots up to itself (SpecForge, speculators), where the window counts from the
-slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators). Queries and keys are normed per head, as Qwen3's.
+of the block it sees all (z-lab's code before 2026-08), or the slots up to itself (z-lab's code since, SpecForge, speculators), and
+the window counts from the slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators). Queries and keys are
+normed per head, as Qwen3's.
 
 With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
 The embedding is the target's, frozen. So is lm_head, or the head has its own over a draft vocabulary, as EAGLE-3 (eagle3.py).

@@ -8,8 +8,8 @@ their name, and DFlash's do not.
 Sliding layers (layer_types, sliding_window and use_sliding_window, as a Qwen3 has them):
 
     dflash        is_causal, or dflash_config's causal, is said of all layers. Where neither is there, sliding layers are causal,
-                  as SpecForge trains them and vLLM runs them, and full ones are not; z-lab's own code lets no layer be. A window
-                  counts from the slot, as transformers counts it
+                  as SpecForge trains them and vLLM and z-lab's code run them, and full ones are not; z-lab's code before 2026-08
+                  let no layer be. A window counts from the slot, as transformers counts it
     speculators   sliding layers are causal unless sliding_window_non_causal, full ones never; a window counts from the block
 
 Scales and caps (SCALES) are read as z-lab's code reads them, in dflash_config or at the top; vLLM reads those in dflash_config, of
@@ -167,7 +167,7 @@ def _places(format, config, nested, layer, notes):
                 notes,
                 "is_causal",
                 True,
-                "of sliding layers, as SpecForge trains and vLLM runs them; z-lab's code says False",
+                "of sliding layers, as SpecForge trains and vLLM runs them; z-lab's code before 2026-08 says False",
             )
         found = {"is_causal": bool(said), "sliding_is_causal": said in (None, True)}
     if not layers:

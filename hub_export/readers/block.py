@@ -40,12 +40,19 @@ def zlab(files):
         yield WRONG, "it passes over the edge and drafts by the slots alone"
     if head.sample_from_anchor:
         yield WRONG, OWN_PLACE
+    nested = files.config.get("dflash_config") or {}
+    if (head.is_causal or head.sliding_layers) and "is_causal" not in files.config and "causal" in nested:
+        yield WRONG, "it reads `is_causal` at the top of config.json, and no `causal` in dflash_config"
     if head.is_causal:
-        yield WRONG, "it lets a slot see its whole block, and this head's see only the slots before them"
+        yield (
+            NOTE,
+            "versions before 2026-08 let a slot see its whole block, and this head's see only the slots before them",
+        )
     elif head.sliding_is_causal:
         yield (
-            WRONG,
-            "it lets a slot of a sliding layer see its whole block, and this head's see only the slots before them there",
+            NOTE,
+            "versions before 2026-08 let a slot of a sliding layer see its whole block, and this head's see only the slots before "
+            "them there",
         )
     if head.window_of_block:
         yield WRONG, FROM_SLOT

@@ -16,6 +16,7 @@ from headstart.tests.hub_export.inspect.small_heads import (
     block,
     eagle,
     eagle3,
+    edit_config,
     leave_out,
     medusa,
     mlp_speculator,
@@ -150,6 +151,19 @@ def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
     passes = "! z-lab's code: it passes over the edge", f"a level reads {4 * 3 * VD} bytes of weights, the first"
     assert status == 0
     assert [one for one in (*said, *passes) if one not in text] == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_causal_block_drafter_needs_the_key_that_z_lab_s_code_reads(inspect, tmp_path, nested):
+    save_head(block(is_causal=True), tmp_path / "head")
+    if nested:
+        edit_config(tmp_path / "head", lambda config: config["dflash_config"].update(causal=config.pop("is_causal")))
+    status, text, _ = inspect("head")
+    text = " ".join(text.split())
+    assert (status, "versions before 2026-08 let a slot see its whole block" in text) == (0, True)
+    assert (
+        "! z-lab's code: it reads is_causal at the top of config.json, and no causal in dflash_config" in text
+    ) == nested
 
 
 def test_parts_of_dflash2_are_described(inspect, tmp_path):
