@@ -111,7 +111,7 @@ class BlockPass(Drafter):
         """What lm_head gives, before the head scales it.  [K, B, H] -> [K, B, VD]"""
         rows = states.flatten(0, 1)
         if self.lm_head is None:
-            logits = self.decoder.logits(rows.to(self.decoder.dtype))
+            logits = self.decoder.products(rows.to(self.decoder.dtype))
         else:
             logits = widened(self.lm_head.product(rows))
         return logits.view(*states.shape[:2], -1)
