@@ -7,11 +7,17 @@
     h   = norm(x)                                                      slot i >= 1 predicts the token at its own place, x_{t+1+i}
     logits = target.lm_head(h)                                         corrected by the previous token, where the head does so
 
+Some heads scale and cap: x = scale e(...), and logits = cap tanh(multiplier lm_head(h) / cap), before any correction and before a
+selector finds its candidates. z-lab's code does so in the model's dtype (`DFlashDraftModel.compute_logits`), vLLM in fp32, as here
+(`DFlash2Qwen3ForCausalLM.compute_candidates`); DeepSpec's Gemma 4 drafter caps before its edge. e is the table's row itself, not
+scaled as the target may do (z-lab's `_raw_input_embeddings`).
+
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
 up to itself. In sliding layers it sees the last of the context alone (Reach of packed_attention.py); projects differ in the rest:
-of the block it sees all (z-lab's own code), or the slots up to itself (SpecForge, speculators), where the window counts from the
-slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators). Queries and keys are normed per head, as Qwen3's.
+of the block it sees all (z-lab's code before 2026-08), or the slots up to itself (z-lab's code since, SpecForge, speculators), and
+the window counts from the slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators). Queries and keys are
+normed per head, as Qwen3's.
 
 With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
 The embedding is the target's, frozen. So is lm_head, or the head has its own over a draft vocabulary, as EAGLE-3 (eagle3.py).
@@ -198,7 +204,7 @@ class BlockHead(DraftsOverVocabulary, Head):
         context = self.context(features)
         block = torch.full((batch, count, size), self.config.mask_token_id, device=tokens.device)
         block[..., 0] = tokens
-        x = self.embed_tokens(block.flatten(1)).to(context.dtype)  # [B, R S, H]
+        x = self.embed_tokens(block.flatten(1)).to(context.dtype) * self.config.input_embedding_scale  # [B, R S, H]
         places = position_ids.gather(1, rows)[..., None] + 1 + torch.arange(size, device=rows.device)
         rotations = tuple(self.rotary(one, x.dtype) for one in (places.flatten(1), position_ids))
         masks = {reach: self._mask(rows, document_ids, reach) for reach in {*self.config.reaches}}
@@ -221,7 +227,22 @@ class BlockHead(DraftsOverVocabulary, Head):
 
     def slot_logits(self, states, lm_head_weight):
         """As `logits`, by the slots' states alone."""
-        return _product(states, lm_head_weight if self.lm_head is None else self.lm_head.weight)
+        return self._scores(states, lm_head_weight if self.lm_head is None else self.lm_head.weight)
+
+    def _scores(self, states, weight):
+        """As `slot_logits`, by the lm_head's weight that counts.  [M, H], [VD, H] -> [M, VD]"""
+        return self.scaled(F.linear(states.to(weight.dtype), weight))
+
+    def scaled(self, logits):
+        """The head's logits by lm_head's products: see above. In fp32 or wider, if they are scaled at all.  [M, VD] -> [M, VD]
+
+        No backward reads what comes out: losses overwrite it.
+        """
+        if not self.config.scales_logits:
+            return logits
+        cap = self.config.final_logit_softcapping
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.config.output_multiplier
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def _whole_logits(self, states, previous, lm_head_weight):
         """As `logits`, but finite."""
@@ -256,10 +277,10 @@ class BlockHead(DraftsOverVocabulary, Head):
             found = [torch.cat(pair, -1) for pair in zip(found, before)]
 
         def corrected(by):
-            return lambda rows, k: by(_product(rows[:, :size], weight), rows[:, :size], rows[:, size:])
+            return lambda rows, k: by(self._scores(rows[:, :size], weight), rows[:, :size], rows[:, size:])
 
         if self.correction is None:
-            return Predictions(found, lambda rows, k: _product(rows, weight), self.draft_token_ids)
+            return Predictions(found, lambda rows, k: self._scores(rows, weight), self.draft_token_ids)
         whole = None if self.candidate_selector is None else corrected(self.candidate_selector.whole)
         return Predictions(found, corrected(self.correction), self.draft_token_ids, whole_logits=whole)
 
@@ -280,8 +301,3 @@ class BlockHead(DraftsOverVocabulary, Head):
         if self.candidate_selector is not None:
             first += bytes_of(self.candidate_selector.hidden_projection)
         return {"first": first, **edge, "advance": bytes_of(self.fc, *keys)}
-
-
-def _product(states, weight):
-    """The logits of states, in the dtype of lm_head's weight.  [M, H], [VD, H] -> [M, VD]"""
-    return F.linear(states.to(weight.dtype), weight)

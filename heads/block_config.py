@@ -17,6 +17,8 @@ class BlockConfig(LayerConfig):
     confidence_sees_token by the token before too.
     DFlash2's: selector_rank: r, 0 for no selector, which chooses among selector_top_k tokens; conv_kernel_size: taps of the
     convolutions, 0 for none, conv_group_size: channels that share a correction.
+    output_multiplier, final_logit_softcapping: of the logits by a slot's state, 0 for no cap; input_embedding_scale: of what enters
+    the first layer.
     aux_layer_ids: id k is the residual stream entering layer k (0-based) of the target; mask_token_id: the token in the slots to
     be predicted; is_causal: whether a slot sees only the block's slots up to itself; num_target_layers: None if the file says none.
     sliding_layers: numbers of the head's layers with a sliding_window, at least a block long; sliding_is_causal: is_causal of
@@ -41,8 +43,11 @@ class BlockConfig(LayerConfig):
     selector_top_k: int = 16
     conv_kernel_size: int = 0
     conv_group_size: int = 16
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    input_embedding_scale: float = 1.0
 
-    may_be_zero = ("edge_rank", "selector_rank", "conv_kernel_size")
+    may_be_zero = ("edge_rank", "selector_rank", "conv_kernel_size", "final_logit_softcapping")
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,6 +127,11 @@ class BlockConfig(LayerConfig):
         """As LayerConfig.for_target; mask_token_id and aux_layer_ids must be among the changes."""
         taken = {"num_hidden_layers": 1, "num_target_layers": target_config.get_text_config().num_hidden_layers}
         return super().for_target(target_config, **taken | changes)
+
+    @property
+    def scales_logits(self):
+        """Whether the logits by a slot's state are other than lm_head's products."""
+        return self.output_multiplier != 1 or self.final_logit_softcapping != 0
 
     @property
     def num_scores(self):

@@ -9,6 +9,7 @@ Not here: caches, drafting (the engine has its own packed layer), rope types who
 Letters: B rows of a batch, T tokens per row, H hidden size, D head dimension.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,6 +21,7 @@ from ..kernels.training.trained_silu_mul import trained_silu_mul
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_THETA = 10000.0  # of heads whose target has no rope
+_RANGE = ("of at least", "above")  # by LayerConfig's least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class LayerConfig:
     num_speculative_tokens: int = 5  # default depth of drafts
     base_model_name_or_path: str = ""
 
-    may_be_zero = ()  # names of whole numbers whose 0 means that the head lacks the part
+    may_be_zero = ()  # names of numbers whose 0 means that the head lacks the part
 
     def __post_init__(self):
         name = type(self).__name__
@@ -51,8 +53,10 @@ class LayerConfig:
                 raise ValueError(f"{name}.{field.name} must be a whole number of at least {least}, got {value!r}")
             if field.type is bool and type(value) is not bool:
                 raise ValueError(f"{name}.{field.name} must be true or false, got {value!r}")
-            if field.type is float and not (type(value) in (int, float) and value > 0):
-                raise ValueError(f"{name}.{field.name} must be a number above 0, got {value!r}")
+            if field.type is float:
+                number = type(value) in (int, float) and 0 <= value < math.inf
+                if not number or (value == 0 and least):
+                    raise ValueError(f"{name}.{field.name} must be a number {_RANGE[least]} 0, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{name}.num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} "

@@ -144,6 +144,7 @@ def describe(source, folder, model=None):
         "parameters": _parameters(head, names),
         "draft_bytes": _draft_bytes(head, target),
         "tree": tree,
+        "left_out": [str(path) for path in measured.left_out],
         "measured": _measured(measured),
         "engines": [_engine(Verdict("Headstart", True), source, head), *engines],
     }
@@ -288,6 +289,8 @@ def _facts(found):
     tree = found["tree"]
     beside = f"{tree['kind']}, {tree['num_nodes']} nodes, {tree['max_depth']} deep ({tree['file']})" if tree else None
     yield "tree", beside or f"none beside it (it drafts a chain of {found['num_speculative_tokens']})"
+    if found["left_out"]:
+        yield "left out", f"{' and '.join(found['left_out'])}: measured on other weights of that run"
     yield "measured", _measured_line(found["measured"])
 
 

@@ -1,5 +1,9 @@
-"""Prompts from JSONL files: lines {"messages": [...]}, {"prompt": "..."} or {"prompt_token_ids": [...]}."""
+"""Prompts from JSONL files: lines {"messages": [...]}, {"prompt": "..."} or {"prompt_token_ids": [...]}.
 
+Beside messages a line may have "tools", which the chat template writes, and "set", the name of the set that it belongs to.
+"""
+
+import contextlib
 import json
 from collections import defaultdict
 from itertools import chain, zip_longest
@@ -60,12 +64,26 @@ def _prompt(entry, where):
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if messages:
-            return {"messages": messages} | ({"set": entry["set"]} if isinstance(entry.get("set"), str) else {})
+            named = {"set": entry["set"]} if isinstance(entry.get("set"), str) else {}
+            return {"messages": messages} | named | ({"tools": tools} if (tools := _tools(entry, where)) else {})
     if isinstance(entry, dict) and ("prompt" in entry or "prompt_token_ids" in entry):
         if isinstance(entry.get("prompt"), str):
             check_text(entry["prompt"], f"{where}: the prompt")
         return {name: entry[name] for name in ("prompt", "prompt_token_ids") if name in entry}
     raise ValueError(f"{where} needs 'messages' with a user turn, 'prompt' or 'prompt_token_ids'; got {entry!r:.120}")
+
+
+def _tools(entry, where):
+    """The tools of a conversation, a list of objects; None if it has none."""
+    tools = entry.get("tools")
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        with contextlib.suppress(json.JSONDecodeError):
+            tools = json.loads(tools)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"{where}: tools must be a list of objects, or its JSON text; got {tools!r:.120}")
+    return tools or None
 
 
 def check_text(text, where):
@@ -165,5 +183,5 @@ def render_prompt(tokenizer, prompt):
     """A prompt for LLM.generate from an entry of `read_prompts`: conversations go through the chat template."""
     if "messages" not in prompt:
         return prompt
-    text = render_chat(tokenizer, prompt["messages"])
+    text = render_chat(tokenizer, prompt["messages"], tools=prompt.get("tools"))
     return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}

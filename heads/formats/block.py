@@ -24,6 +24,7 @@ from .block_config import (
     Keys,
     plain_config,
     read_keys,
+    scales_of,
     speculators_config,
     whole_number,
 )
@@ -62,6 +63,10 @@ def check_format(head, format):
             "(is_causal): use 'dflash'"
         )
     config = head.config
+    if format == "speculators" and (held := scales_of(config)):
+        raise ValueError(
+            f"readers of format 'speculators' scale and cap nothing, and this head has {' and '.join(held)}: use 'dflash'"
+        )
     if format == "speculators" and config.sliding_layers and not config.window_of_block:
         raise ValueError(
             "readers of format 'speculators' count the window of a sliding layer from the block, and this head's counts from the "
@@ -148,6 +153,7 @@ def from_file(tensors, config):
         sample_from_anchor=keys.sample_from_anchor,
         draft_vocab_size=draft_vocab_size,
         **keys.places,
+        **keys.scales,
         **_dspark_parts(tensors, keys, hidden_size, notes),
         **_dflash2_parts(tensors, keys, hidden_size, notes),
         **layer | {"num_speculative_tokens": count, "attention_bias": False},

@@ -8,13 +8,17 @@ their name, and DFlash's do not.
 Sliding layers (layer_types, sliding_window and use_sliding_window, as a Qwen3 has them):
 
     dflash        is_causal, or dflash_config's causal, is said of all layers. Where neither is there, sliding layers are causal,
-                  as SpecForge trains them and vLLM runs them, and full ones are not; z-lab's own code lets no layer be. A window
-                  counts from the slot, as transformers counts it
+                  as SpecForge trains them and vLLM and z-lab's code run them, and full ones are not; z-lab's code before 2026-08
+                  let no layer be. A window counts from the slot, as transformers counts it
     speculators   sliding layers are causal unless sliding_window_non_causal, full ones never; a window counts from the block
+
+Scales and caps (SCALES) are read as z-lab's code reads them, in dflash_config or at the top; vLLM reads those in dflash_config, of
+DFlash2 alone, and DeepSpec a cap at the top. Where nothing is said there is none.
 
 This file touches no disk.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from ..storage.reading import assume, listed
@@ -27,11 +31,11 @@ SLIDING_IS_CAUSAL, WINDOW_OF_BLOCK = "sliding_is_causal", "window_of_block"
 SPECULATORS = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 ANCHORED = ("DSparkDraftModel", "Qwen3DSparkModel")  # architectures whose slots predict the next token
 KINDS = ("full_attention", "sliding_attention")
-# Keys that change the formulas, and the value that does not.
+# Keys of numbers that change the formulas (heads/block.py), and the value that does not.
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+# Those that are not supported. vLLM scales logits and the edge by logit_scale.
 NEUTRAL = {
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
     "use_swa": False,
     "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False,
@@ -51,6 +55,7 @@ class Keys(NamedTuple):
     aux_layer_ids: tuple
     ids_key: str  # where these are said
     places: dict  # BlockConfig's fields that say how far slots see
+    scales: dict  # BlockConfig's fields of SCALES
     sample_from_anchor: bool
     num_target_layers: Any  # None: not said
 
@@ -82,6 +87,7 @@ def read_keys(tensors, config, notes):
         aux_layer_ids=_layer_ids(said, ids_key, less),
         ids_key=ids_key,
         places=_places(format, config, nested, layer, notes),
+        scales=_scales(format, said, layer),
         sample_from_anchor=anchored,
         num_target_layers=depth if type(depth) is int else None,
     )
@@ -129,6 +135,26 @@ def whole_number(said, key, least):
     return value
 
 
+def _scales(format, said, layer):
+    """The values of SCALES."""
+    found = {}
+    for key, neutral in SCALES.items():
+        value = said.get(key, layer.get(key))
+        if value is None:
+            continue
+        if format == "speculators" and value != neutral:
+            raise ValueError(
+                f'config.json says "{key}": {value!r}; in the layout of the speculators library, which has no such key, only '
+                f"{neutral!r} is supported"
+            )
+        number = type(value) in (int, float) and 0 <= value < math.inf
+        if not number or (value == 0 and neutral):
+            least = "above" if neutral else "of at least"
+            raise ValueError(f'config.json says "{key}": {value!r}, expected a number {least} 0')
+        found[key] = float(value)
+    return found
+
+
 def _places(format, config, nested, layer, notes):
     """How far slots see: see above."""
     layers, window = _sliding_layers(layer)
@@ -141,7 +167,7 @@ def _places(format, config, nested, layer, notes):
                 notes,
                 "is_causal",
                 True,
-                "of sliding layers, as SpecForge trains and vLLM runs them; z-lab's code says False",
+                "of sliding layers, as SpecForge trains and vLLM runs them; z-lab's code before 2026-08 says False",
             )
         found = {"is_causal": bool(said), "sliding_is_causal": said in (None, True)}
     if not layers:
@@ -192,6 +218,11 @@ def _sample_from_anchor(config, said, tensors, notes):
     return named or dspark or any(name.startswith("markov_head.") for name in tensors)
 
 
+def scales_of(config):
+    """The fields of SCALES that a head has, and their values."""
+    return {key: value for key, neutral in SCALES.items() if (value := getattr(config, key)) != neutral}
+
+
 def plain_config(config):
     """config.json in the format dflash. Keys of DSpark stand at the top, where vLLM and SGLang look, and in dflash_config.
 
@@ -199,8 +230,9 @@ def plain_config(config):
     """
     kind = _member(config)
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": [id - 1 for id in config.aux_layer_ids]}
-    dspark = ids | _part_keys(config) if kind == "dspark" else {}
-    nested = ids | _part_keys(config)
+    scales = scales_of(config)
+    dspark = ids | _part_keys(config) | scales if kind == "dspark" else {}
+    nested = ids | _part_keys(config) | scales
     if kind == "dspark":
         nested["projector_type"] = "dspark"
     if kind == "dflash2":

@@ -21,21 +21,38 @@ def _lone_part(head):
     return "a selector" if head.selector_rank else "convolutions"
 
 
+def _scales(head):
+    """What a head's scales and cap do, in words; "" for none."""
+    said = [f"logits times {head.output_multiplier:g}"] * (head.output_multiplier != 1)
+    said += [f"logits capped at {head.final_logit_softcapping:g}"] * (head.final_logit_softcapping != 0)
+    said += [f"embeddings times {head.input_embedding_scale:g}"] * (head.input_embedding_scale != 1)
+    return ", ".join(said)
+
+
 def zlab(files):
     yield from _dflash2(files)
     head = files.head.config
+    if scales := _scales(head):
+        yield NOTE, f"versions before 2026-08 scale and cap nothing, and this head has {scales}"
     if part := _lone_part(head):
         yield NOTE, f"whether it reads files with {part} alone was not checked"
     if head.edge_rank:
         yield WRONG, "it passes over the edge and drafts by the slots alone"
     if head.sample_from_anchor:
         yield WRONG, OWN_PLACE
+    nested = files.config.get("dflash_config") or {}
+    if (head.is_causal or head.sliding_layers) and "is_causal" not in files.config and "causal" in nested:
+        yield WRONG, "it reads `is_causal` at the top of config.json, and no `causal` in dflash_config"
     if head.is_causal:
-        yield WRONG, "it lets a slot see its whole block, and this head's see only the slots before them"
+        yield (
+            NOTE,
+            "versions before 2026-08 let a slot see its whole block, and this head's see only the slots before them",
+        )
     elif head.sliding_is_causal:
         yield (
-            WRONG,
-            "it lets a slot of a sliding layer see its whole block, and this head's see only the slots before them there",
+            NOTE,
+            "versions before 2026-08 let a slot of a sliding layer see its whole block, and this head's see only the slots before "
+            "them there",
         )
     if head.window_of_block:
         yield WRONG, FROM_SLOT
@@ -49,6 +66,8 @@ def sglang(files):
     yield from _dflash2(files)
     yield from _serving(files)
     head = files.head.config
+    if scales := _scales(head):
+        yield NOTE, f"whether it scales and caps was not checked: this head has {scales}"
     if head.is_causal:
         yield NOTE, "whether it reads `is_causal` was not checked: this head's slots see only the slots before them"
     if head.num_scores != head.vocab_size:
@@ -59,6 +78,9 @@ def vllm(files):
     yield from _dflash2(files)
     if part := _lone_part(files.head.config):
         yield NO, f"it builds both of DFlash2's parts, and this head has {part} alone"
+    head = files.head.config
+    if not (head.selector_rank and head.conv_kernel_size) and (scales := _scales(head)):
+        yield WRONG, f"it scales and caps for DFlash2 alone, and this head has {scales}"
     yield from _serving(files)
 
 
@@ -118,6 +140,8 @@ def in_card(head):
         rows.append(("logits", "the target's lm_head"))
     else:
         rows.append(("logits", f"its own lm_head over {config.draft_vocab_size} of {config.vocab_size} tokens"))
+    if scales := _scales(config):
+        rows.append(("scales", scales))
     if config.edge_rank:
         rows.append(("edge", f"of rank {config.edge_rank}, from the token before"))
     if config.confidence:

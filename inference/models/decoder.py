@@ -235,7 +235,14 @@ class Decoder:
 
     def logits(self, hidden, out=None):
         """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""
-        how = self.logits_divisor, out if self.is_whole else None, self.division.logits_splits
+        return self._by_lm_head(hidden, self.logits_divisor, out)
+
+    def products(self, hidden):
+        """As `logits`, but what lm_head gives, before a target scales or caps its logits."""
+        return self._by_lm_head(hidden, 1.0)
+
+    def _by_lm_head(self, hidden, divisor, out=None):
+        how = divisor, out if self.is_whole else None, self.division.logits_splits
         return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, *how), out)
 
     def whole_embedding(self):

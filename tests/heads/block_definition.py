@@ -1,5 +1,7 @@
 """Block drafters by their definition, block by block and slot by slot, in float64: DFlash, DSpark, DFlash2, sliding layers."""
 
+import math
+
 import torch
 
 from headstart.heads.block import BlockHead
@@ -58,6 +60,7 @@ def block_states(head, reaches, features, token, start, size=SIZE):
     w = {name: tensor.double() for name, tensor in head.state_dict().items()}
     context = norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = w["embed_tokens.weight"][torch.tensor([token] + [SHAPE["mask_token_id"]] * (size - 1))]
+    x = x * head.config.input_embedding_scale
     length = len(features)
     at_context, at_block = start + torch.arange(length), start + length + torch.arange(size)
     for i in range(SHAPE["num_hidden_layers"]):
@@ -97,6 +100,15 @@ def block_states(head, reaches, features, token, start, size=SIZE):
     return norm(x, w["norm.weight"])
 
 
+def shaped(products, config):
+    """Logits by lm_head's products, one by one: first the multiplier, then the cap."""
+    found, cap = products.clone(), config.final_logit_softcapping
+    for place, value in enumerate(products.flatten().tolist()):
+        value *= config.output_multiplier
+        found.view(-1)[place] = cap * math.tanh(value / cap) if cap else value
+    return found
+
+
 def selected(head, logits, state, before):
     """Scores [V] by DFlash2's selector: of the likeliest tokens, the token before's fit to each; minus infinity for others."""
     w = {name: tensor.double() for name, tensor in head.candidate_selector.state_dict().items()}
@@ -111,7 +123,7 @@ def block_logits(head, reaches, features, tokens, start, lm_head):
     """Logits [5, V] of a block whose first slot holds tokens[0], if tokens[1:] are those before its later predictions."""
     size, lm_head = SIZE - head.config.sample_from_anchor, lm_head if head.lm_head is None else head.lm_head.weight
     states = block_states(head, reaches, features, tokens[0], start, size)[size - 5 :]
-    logits = states @ lm_head.double().T
+    logits = shaped(states @ lm_head.double().T, head.config)
     if head.candidate_selector is not None:
         return torch.stack([selected(head, logits[k], states[k], tokens[k]) for k in range(5)])
     if head.markov_head is None:

@@ -33,6 +33,7 @@ MEMBERS = {
     "dflash2-selector-lm_head": dict(selector_rank=5, draft_vocab_size=V),
     "dflash2-convolution-draft_vocabulary": dict(conv_kernel_size=3, conv_group_size=24, draft_vocab_size=20),
 }
+SCALES = dict(output_multiplier=0.3, final_logit_softcapping=2.0, input_embedding_scale=3.0)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -41,6 +42,52 @@ def test_predictions_equal_the_definition(is_causal, member):
     head = make(is_causal=is_causal, **MEMBERS[member])
     assert largest_error(head, is_causal) < 1e-5
     assert largest_error(head, not is_causal) > 1e-3
+
+
+@pytest.mark.parametrize("changes", [*({one: SCALES[one]} for one in SCALES), SCALES], ids=[*SCALES, "all"])
+@pytest.mark.parametrize("member", MEMBERS)
+def test_scaled_and_capped_predictions_equal_the_definition(member, changes):
+    assert largest_error(make(**MEMBERS[member] | changes)) < 1e-5
+
+
+def caps_first(head):
+    multiplier, cap = head.config.output_multiplier, head.config.final_logit_softcapping
+    return {"scaled": lambda logits: torch.tanh(logits / cap) * cap * multiplier}
+
+
+def caps_after_the_correction(head):
+    right, scaled = head.correction.forward, head.scaled
+    head.correction.forward = lambda *given: scaled(right(*given))
+    return {"scaled": lambda logits: logits}
+
+
+@pytest.mark.parametrize("member", ["dspark-anchored", "dflash2"])
+@pytest.mark.parametrize("mutate", [caps_first, caps_after_the_correction])
+def test_scales_in_another_place_are_caught(mutate, member):
+    head = make(**MEMBERS[member] | SCALES)
+    for name, mutant in mutate(head).items():
+        setattr(head, name, mutant)
+    assert largest_error(head) > 1e-3
+
+
+def test_scaled_logits_are_made_in_fp32_and_others_left_alone():
+    """So that tokens near the cap do not become alike: bfloat16 knows no number between 19.875 and 20."""
+    logits = torch.tensor([[60.0, 61.0, 64.0]], dtype=torch.bfloat16)
+    assert make().scaled(logits) is logits
+    capped = make(final_logit_softcapping=20.0).scaled(logits)
+    assert capped.dtype == torch.float32
+    assert capped[0].diff().min() > 0
+    assert make(output_multiplier=0.5).scaled(logits.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "2", True])
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_that_cannot_be_are_refused(name, value):
+    if (name, value) == ("final_logit_softcapping", 0.0):
+        assert make(**{name: value}).config == make().config  # no cap
+        return
+    with pytest.raises(ValueError, match=f"BlockConfig.{name} must be a number "):
+        make(**{name: value})
 
 
 FULL, ALL_CAUSAL = (False, None, False), (True, None, False)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.tests.train.tiny_runs import (
+    all_lines,
     assert_same_run,
     assert_same_tensors,
     head_tensors,
@@ -219,6 +220,19 @@ def test_block_drafter_gets_the_parts_of_dflash2_that_its_start_has_not(trainers
     ):
         with pytest.raises(ValueError, match=message):
             trainers["block"].main(**keys | parts | again | changed)
+
+
+def test_block_drafter_keeps_the_scales_of_its_start(trainers, start, tmp_path):
+    """And trains by them: the first loss is another."""
+    scales = {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "input_embedding_scale": 2.0}
+    losses = []
+    for changes in (scales, {}):
+        keys = {"max_steps": 1, "lr": 0, "output": tmp_path / str(len(losses))}
+        run = trainers["block"].run(**keys, start_from=start("block", **changes))
+        config = load_head(run).config
+        assert {name: getattr(config, name) for name in changes} == changes
+        losses.append(all_lines(run, "train")[0]["loss"])
+    assert losses[0] != losses[1]
 
 
 def test_block_drafter_keeps_the_draft_vocabulary_of_its_start(trainers, finished):

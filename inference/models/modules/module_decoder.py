@@ -279,16 +279,28 @@ class ModuleDecoder:
             return self.layers[i].register_forward_pre_hook(enters, with_kwargs=True)
         return self.layers[-1].register_forward_hook(leaves)
 
-    @one_at_a_time
     def logits(self, hidden, out=None):
         """What the module makes of hidden states [M, H] -> [M, V]: see Decoder.logits."""
+        return self._scores(self._after_base, hidden, out)
+
+    def products(self, hidden):
+        """As Decoder.products."""
+        return self._scores(self.module.get_output_embeddings(), hidden)
+
+    def _after_base(self, hidden):
+        """hidden [1, M, H] -> logits [1, M, V]"""
+        self._given.hidden = hidden
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        logits = self._output(input_ids=tokens, use_cache=False).logits
+        self._given.hidden = None
+        return logits
+
+    @one_at_a_time
+    def _scores(self, run, hidden, out=None):
         self.ranks.begin()
-        self._given.hidden = hidden[None]
-        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with torch.inference_mode():
             with RowOps(self._packed):
-                logits = self._output(input_ids=tokens, use_cache=False).logits[0]
-            self._given.hidden = None
+                logits = run(hidden[None])[0]
             if out is None:
                 logits = computed(logits)
             elif is_source(logits, Product) and is_whole(logits):

@@ -109,7 +109,8 @@ class SelectorDrafter(CorrectedDrafter):
     def run_block(self, batch):
         selector, states = self.head.candidate_selector, self.states(batch, self.num_depths)
         shape = states.shape[:2]
-        tokens, scores = top_tokens(self.logits(states).flatten(0, 1), selector.top_k, with_scores=True)
+        tokens, scores = top_tokens(self.products(states).flatten(0, 1), selector.top_k, with_scores=True)
+        scores = self.head.scaled(scores)  # which keeps their order
         gates = linear(states.flatten(0, 1).to(self.dtype), selector.hidden_projection.weight)
         successors = embed(tokens.flatten(), selector.successor_codebook)
         parts = tokens, scores, gates, successors.view(*tokens.shape, -1)

@@ -87,7 +87,7 @@ class BlockPass(Drafter):
     def marginals(self, batch, num_depths):
         """The scores of the first depths by the pass alone, over the draft vocabulary.  batch: BatchRows  ->  logits [K, B, VD]"""
         self.kept = self.states(batch, num_depths)
-        return self.logits(self.kept)
+        return self.head.scaled(self.products(self.kept))
 
     def states(self, batch, num_depths):
         """The normed states of the slots that predict the first depths.  batch: BatchRows  ->  [K, B, H]"""
@@ -96,6 +96,8 @@ class BlockPass(Drafter):
         rows = tokens.flatten(), positions.flatten(), batch.places(0, self.size).flatten()
         passes = {reach: ForwardPass(*rows, self._index(batch, reach)) for reach in {*self.reaches}}
         residual, parts = embed(rows[0], self.head.embed_tokens.weight).to(self.dtype), None
+        if self.head.config.input_embedding_scale != 1:
+            residual = residual * self.head.config.input_embedding_scale
         for layer, own, reach, layer_kv in zip(self.layers, self.head.layers, self.reaches, self.kv):
             x, residual = layer.input_norm(residual, parts)
             attention = partial(layer.attention, forward_pass=passes[reach], layer_kv=layer_kv)
@@ -105,11 +107,11 @@ class BlockPass(Drafter):
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
         return state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)
 
-    def logits(self, states):
-        """[K, B, H] -> [K, B, VD]"""
+    def products(self, states):
+        """What lm_head gives, before the head scales it.  [K, B, H] -> [K, B, VD]"""
         rows = states.flatten(0, 1)
         if self.lm_head is None:
-            logits = self.decoder.logits(rows.to(self.decoder.dtype))
+            logits = self.decoder.products(rows.to(self.decoder.dtype))
         else:
             logits = widened(self.lm_head.product(rows))
         return logits.view(*states.shape[:2], -1)

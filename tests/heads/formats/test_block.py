@@ -363,7 +363,7 @@ def test_tensors_decide():
         ({"speculators_model_type": "dflash"}, "expected transformer_layer_config with a Qwen3's keys"),
         ({"sample_from_anchor": 1}, '"sample_from_anchor": 1, expected true or false'),
         ({"markov_head_type": "gated"}, "\"markov_head_type\": 'gated'; only 'vanilla' is supported"),
-        ({"output_multiplier": 0.5}, '"output_multiplier": 0.5; only 1.0 is supported'),
+        ({"logit_scale": 0.5}, '"logit_scale": 0.5; only 1.0 is supported'),
     ],
 )
 def test_keys_that_do_not_fit_are_named(changes, message):

@@ -16,6 +16,7 @@ from headstart.tests.hub_export.inspect.small_heads import (
     block,
     eagle,
     eagle3,
+    edit_config,
     leave_out,
     medusa,
     mlp_speculator,
@@ -127,6 +128,22 @@ def test_every_family_is_described(inspect, tmp_path, format):
     assert found["draft_bytes"] == num_bytes
 
 
+def test_a_tree_of_another_head_of_the_run_is_said_to_be_left_out(inspect, tmp_path):
+    save_head(block(), tmp_path / "run" / "best")
+    save_head(block(edge_rank=3), tmp_path / "run" / "head")
+    (tmp_path / "run" / "best" / "acceptance.json").write_text(
+        '{"step": 2, "acceptance_length": 2.5, "per_position": [0.5]}'
+    )
+    (tmp_path / "run" / "tree.json").write_text('{"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}')
+    said = f"{(tmp_path / 'run' / 'tree.json').resolve()}: measured on other weights of that run"
+    for name, other in (("run", False), ("run/best", False), ("run/head", True)):
+        status, text, _ = inspect(name)
+        assert status == 0
+        assert (said in " ".join(text.split()), "static, 4 nodes" in text) == (other, not other), name
+        assert bool(json.loads(inspect(name, "--json")[1])["left_out"]) == other
+    assert "none beside it" in text
+
+
 def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
     save_head(block(edge_rank=3, sample_from_anchor=True, confidence=True, draft_vocab_size=VD), tmp_path / "head")
     status, text, _ = inspect("head")
@@ -134,6 +151,19 @@ def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
     passes = "! z-lab's code: it passes over the edge", f"a level reads {4 * 3 * VD} bytes of weights, the first"
     assert status == 0
     assert [one for one in (*said, *passes) if one not in text] == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_causal_block_drafter_needs_the_key_that_z_lab_s_code_reads(inspect, tmp_path, nested):
+    save_head(block(is_causal=True), tmp_path / "head")
+    if nested:
+        edit_config(tmp_path / "head", lambda config: config["dflash_config"].update(causal=config.pop("is_causal")))
+    status, text, _ = inspect("head")
+    text = " ".join(text.split())
+    assert (status, "versions before 2026-08 let a slot see its whole block" in text) == (0, True)
+    assert (
+        "! z-lab's code: it reads is_causal at the top of config.json, and no causal in dflash_config" in text
+    ) == nested
 
 
 def test_parts_of_dflash2_are_described(inspect, tmp_path):
@@ -144,6 +174,18 @@ def test_parts_of_dflash2_are_described(inspect, tmp_path):
     said += ("versions before 2026-08 know no DFlash2",)
     assert status == 0
     assert [one for one in said if one not in " ".join(text.split())] == []
+
+
+@pytest.mark.parametrize("parts", [{}, dict(selector_rank=3, conv_kernel_size=2, conv_group_size=4)])
+def test_scales_are_told_to_readers_that_know_none(inspect, tmp_path, parts):
+    scales = dict(output_multiplier=0.25, final_logit_softcapping=20.0, input_embedding_scale=2.0)
+    save_head(block(**parts, **scales), tmp_path / "head")
+    status, text, _ = inspect("head")
+    text, said = " ".join(text.split()), "has logits times 0.25, logits capped at 20, embeddings times 2"
+    assert status == 0
+    assert f"versions before 2026-08 scale and cap nothing, and this head {said}" in text
+    assert f"whether it scales and caps was not checked: this head {said}" in text
+    assert (f"it scales and caps for DFlash2 alone, and this head {said}" in text) == (not parts)
 
 
 def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):

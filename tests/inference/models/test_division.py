@@ -184,7 +184,13 @@ def scores(ranks, invariant, dtype, whole=False, device_type="cpu"):
     kv = torch.zeros(layers, 2, 8 * heads * PAGE, dim, dtype=dtype)
     with torch.no_grad():
         hidden, _ = decoder.forward(ForwardPass(tokens, zeros, pages * PAGE, index), kv)
-        found = hidden, decoder.logits(hidden), decoder.whole_embedding(), decoder.whole_lm_head()
+        found = (
+            hidden,
+            decoder.logits(hidden),
+            decoder.products(hidden),
+            decoder.whole_embedding(),
+            decoder.whole_lm_head(),
+        )
     return [x.to(torch.float64).numpy().tobytes() for x in found]
 
 

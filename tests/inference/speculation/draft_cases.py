@@ -14,6 +14,7 @@ NARROW = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_k
 OTHER = dict(intermediate_size=112, num_attention_heads=6, num_key_value_heads=3, head_dim=32)
 LAYERS = dict(aux_layer_ids=(0, 1, 2))
 BLOCK = dict(aux_layer_ids=(0, 1), mask_token_id=5, num_hidden_layers=2, num_speculative_tokens=3)
+SCALES = dict(output_multiplier=1.6, final_logit_softcapping=30.0, input_embedding_scale=2.5)
 CASES = {
     "medusa-blocks1-own_lm_head": (Medusa, dict(num_layers=1)),
     "medusa-blocks1-shared_lm_head": (Medusa, dict(num_layers=1, shared_lm_head=True)),
@@ -135,6 +136,15 @@ CASES = {
     "block-convolutions-causal": (
         BlockHead,
         dict(embedding="none", conv_kernel_size=3, conv_group_size=4, draft_vocab_size=40, is_causal=True, **BLOCK),
+    ),
+    "block-scaled": (BlockHead, dict(embedding="target's", **SCALES, **BLOCK)),
+    "block-scaled-edge": (
+        BlockHead,
+        dict(embedding="none", edge_rank=8, draft_vocab_size=40, **SCALES | dict(output_multiplier=1.0), **BLOCK),
+    ),
+    "block-scaled-dflash2": (
+        BlockHead,
+        dict(embedding="none", selector_rank=8, selector_top_k=5, conv_kernel_size=2, **SCALES, **BLOCK),
     ),
     "block-own_tables": (BlockHead, dict(embedding="own", draft_vocab_size=VOCAB, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),

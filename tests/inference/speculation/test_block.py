@@ -102,6 +102,21 @@ def test_accepted_drafts_of_sliding_layers_change_no_bit(setting, causal):
     llm.engine.check()
 
 
+@pytest.mark.parametrize("parts", [DSPARK | dict(confidence=True), DFLASH2], ids=["dspark", "dflash2"])
+def test_accepted_drafts_of_scaled_and_capped_logits_change_no_bit(setting, trees, parts):
+    target, _, plain = setting
+    texts = [prompt + found[0] for prompt, found in zip(prompts_and_params(0.0)[0][:2], plain[0.0])]
+    scales = dict(output_multiplier=0.2, final_logit_softcapping=20.0, input_embedding_scale=3.0)
+    head = taught(target, texts, **parts, **scales)
+    for tree, temperatures in (("chain", (0.0, 1.3)), ("static-8", (0.0,)), ("grown-16", (0.8, 0.0))):
+        speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
+        llm = LLM(target, max_num_seqs=6, max_num_batched_tokens=48, speculative_config=speculative)
+        for temperature in temperatures:
+            assert outputs(llm, temperature) == plain[temperature], (tree, temperature)
+        assert llm.get_stats()["num_accepted_tokens"] >= 8, tree
+        llm.engine.check()
+
+
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
     folder, rates = tmp_path_factory.mktemp("trees"), [[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2], [0.5, 0.2], [0.4, 0.1]]

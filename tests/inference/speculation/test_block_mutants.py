@@ -11,7 +11,7 @@ from headstart.inference.speculation.drafters import block as block_module, bloc
 from headstart.inference.speculation.drafters.block import CorrectedDrafter
 from headstart.inference.speculation.drafters.block_pass import BlockPass
 from headstart.inference.speculation.tree import Tree, save_tree
-from headstart.tests.inference.speculation.draft_cases import BLOCK
+from headstart.tests.inference.speculation.draft_cases import BLOCK, SCALES
 from headstart.tests.inference.speculation.draft_matrix import build, draft, make_head, make_prompts, make_target
 from headstart.tests.inference.speculation.test_draft_matrix import check_drafts
 
@@ -65,6 +65,10 @@ def convolves_with_one_side_s_corrections(monkeypatch):
     monkeypatch.setattr(Convolution, "corrections", lambda self, projected: 2 * right(self, projected)[:1])
 
 
+def forgets_the_scales(monkeypatch):
+    monkeypatch.setattr(BlockHead, "scaled", lambda self, logits: logits)
+
+
 MUTANTS = (
     reads_another_parent,
     reads_the_root_alone,
@@ -78,7 +82,11 @@ EDGE, DFLASH2 = dict(edge_rank=8), dict(selector_rank=8, selector_top_k=5, conv_
 
 @pytest.mark.parametrize(
     ("parts", "mutate"),
-    [*((EDGE, one) for one in (None, *MUTANTS)), *((DFLASH2, one) for one in (None, *MUTANTS[:3], *OF_DFLASH2))],
+    [
+        *((EDGE, one) for one in (None, *MUTANTS)),
+        *((DFLASH2, one) for one in (None, *MUTANTS[:3], *OF_DFLASH2)),
+        *((parts | SCALES, one) for parts in (EDGE, DFLASH2) for one in (None, forgets_the_scales)),
+    ],
 )
 def test_mutants_draft_something_else_than_the_head_predicts(monkeypatch, tmp_path, parts, mutate):
     target = make_target("cpu", 2)

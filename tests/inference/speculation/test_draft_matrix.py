@@ -166,6 +166,8 @@ EXAMPLES = (
     "block-sliding",
     "block-sliding-of_block-causal",
     "block-dflash2",
+    "block-scaled-edge",
+    "block-scaled-dflash2",
 )
 
 

@@ -111,7 +111,9 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
                 num_labels += 1
                 if objective.loss.name == "hard" and label not in drafted:
                     continue
-                logits = lm_head.weight[drafted] @ state
+                cap = head.config.final_logit_softcapping
+                logits = lm_head.weight[drafted] @ state * head.config.output_multiplier
+                logits = cap * torch.tanh(logits / cap) if cap else logits
                 if head.candidate_selector is not None:
                     choices[k] = choice_by_loops(head.candidate_selector, logits, state, before, label)
                 if head.markov_head is not None:
@@ -166,6 +168,7 @@ def gradients(head):
 EDGE, DRAFTED = {"edge_rank": 4}, {"draft_vocab_size": 12}
 SELECTOR = {"selector_rank": 4, "selector_top_k": 9}
 DFLASH2 = SELECTOR | {"conv_kernel_size": 2, "conv_group_size": 4}
+SCALES = {"output_multiplier": 0.6, "final_logit_softcapping": 1.5, "input_embedding_scale": 2.5}
 CASES = {
     "hard": (Loss("hard"), {}, {}),
     "kl": (Loss("kl"), {}, {}),
@@ -194,6 +197,9 @@ CASES = {
     "kl, a selector that does not count": (Loss("kl"), SELECTOR, {"selector_weight": 0.0}),
     "hard, selector": (Loss("hard"), SELECTOR, {"selector_weight": 1.0}),
     "dpace, dflash2": (Loss("hard"), DFLASH2, {"dynamic": True, "selector_weight": 2.0}),
+    "hard, dflash2, scaled": (Loss("hard"), DFLASH2 | SCALES, {"selector_weight": 1.0}),
+    "kl, edge, scaled": (Loss("kl"), EDGE | {"output_multiplier": 0.6}, {}),
+    "dpace, draft vocabulary, capped": (Loss("hard"), DRAFTED | {"final_logit_softcapping": 1.5}, {"dynamic": True}),
     "tv, convolutions": (Loss("tv"), {"conv_kernel_size": 3, "conv_group_size": 6}, {}),
     "tv, edge, confidence": (Loss("tv"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
 }
