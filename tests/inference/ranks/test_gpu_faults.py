@@ -61,7 +61,9 @@ def start(divided_folder):
             environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         command = [sys.executable, "-c", PROGRAM, str(divided_folder), DEVICE, phase, str(size)]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+        # A shell's background job ignores SIGINT, and so would what it starts.
+        heeds = dict(start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        process = subprocess.Popen(command, env=environment, text=True, **heeds, **pipes)
         started.append(process)
         line = process.stdout.readline()
         assert line, process.stderr.read()

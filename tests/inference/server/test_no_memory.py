@@ -118,7 +118,7 @@ def test_the_request_that_needs_most_is_given_up_and_others_keep_their_bits(
 @pytest.mark.gpu
 def test_log_probabilities_that_do_not_fit_the_card_end_alone(monkeypatch):
     """The allocator's own error: the process may take 64 MiB more of the card than it has, and they take 1 GiB."""
-    llm = LLM(str(TARGET), dtype="bfloat16", max_num_seqs=8, max_logprobs=20, gpu_memory_utilization=0.2)
+    llm = LLM(str(TARGET), dtype="bfloat16", max_num_seqs=8, max_logprobs=20, num_gpu_blocks_override=40)
     alone = {seed: text_alone(llm, seed) for seed in (1, 2)}
     gather = logprobs.gather_logprobs
 
