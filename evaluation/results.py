@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Report:
     """Collects the rows of one benchmark and prints each as soon as it is measured.
 
+    With an output, the rows so far stand in NAME.unfinished.json beside it until `finish`: a measurement that is cut keeps them.
+
     name: of the benchmark; columns: {key: (title, width, format)}, where format(value) makes the text; command: the command line;
     settings: its options; output: file for the JSON object, see `result_path`; commit: of the code, None to ask git.
     """
@@ -73,16 +75,31 @@ class Report:
             cells.append(("" if value is None else form(value)).rjust(width))
         print("  ".join(cells).rstrip(), flush=True)
         self.rows.append({key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in row.items()})
+        if self.path is not None:
+            self._write(self.unfinished)
+
+    @property
+    def unfinished(self):
+        """Where the rows so far are."""
+        return self.path.with_name(f"{self.path.stem}.unfinished.json")
+
+    @property
+    def content(self):
+        """The object, with the rows so far."""
+        return self.head | {"facts": self.facts, "rows": self.rows}
+
+    def _write(self, path):
+        write_json(path, self.content, indent=1, ensure_ascii=True)
 
     def finish(self):
         """Write the file, if one was asked for, and print the object as the last line. Returns the object."""
-        content = self.head | {"facts": self.facts, "rows": self.rows}
         print()
         if self.path is not None:
-            write_json(self.path, content, indent=1, ensure_ascii=True)
+            self._write(self.path)
+            self.unfinished.unlink(missing_ok=True)
             print(f"written to {self.path}")
-        print(json.dumps(content), flush=True)
-        return content
+        print(json.dumps(self.content), flush=True)
+        return self.content
 
 
 def command_line(script, arguments=None):

@@ -62,6 +62,18 @@ def test_a_report_is_written_as_its_results_are(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
+def test_rows_of_a_report_that_is_cut_are_kept(tmp_path):
+    report = results.Report("name", {"x": ("x", 3, results.plain)}, "cpu", "headstart ...", {}, tmp_path / "found.json")
+    report.add({"x": 1})
+    report.add({"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["found.unfinished.json"]
+    kept = json.loads((tmp_path / "found.unfinished.json").read_text(encoding="utf-8"))
+    assert tuple(kept) == results.SCHEMA
+    assert kept["rows"] == [{"x": 1}, {"x": 2}]
+    report.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "short"),
     [
