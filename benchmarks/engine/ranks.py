@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ...evaluation.results import Report, decimals, plain
-from ...evaluation.step_recorder import record_steps
+from ...evaluation.step_recorder import NoSteadyState, record_steps
 from ...evaluation.timing import Times, release
 from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ class RanksBench:
     def plainly(self, size):
         settings = self.settings
         with self.llm(size) as llm:
-            found = first_tokens(llm, settings) | steps(llm, settings, StepFloor(llm.engine.decoder, *self.rates))
+            found = first_tokens(llm, settings) | self.steps(llm)
         self.add(size, None, found)
 
     def drafting(self, size, placed):
@@ -111,7 +111,7 @@ class RanksBench:
         )
         speculative = {"model": str(self.folder), "draft_tensor_parallel_size": placed} | depth
         with self.llm(size, speculative_config=speculative) as llm:
-            found = steps(llm, self.settings, StepFloor(llm.engine.decoder, *self.rates), llm.tree.num_nodes)
+            found = self.steps(llm)
         self.add(size, f"{self.settings.head}, {placings(size)[placed]}", found)
 
     @contextmanager
@@ -138,6 +138,26 @@ class RanksBench:
             if llm.session.ranks is not None:
                 llm.session.ranks.end()
 
+    def steps(self, llm):
+        """{what: (row, token ids)}: steps of each batch; the same prompts for every LLM."""
+        settings, dice, found = self.settings, random.Random(1), {}
+        params = SamplingParams(max_tokens=settings.new_tokens, ignore_eos=True, seed=1)
+        for batch in settings.batches:
+            record = record_steps(llm.session, prompts(dice, llm, batch, settings.prompt_tokens), params)
+            try:
+                tokens, seconds, times = record.steady(batch)
+            except NoSteadyState as error:
+                self.report.note(f"step of {batch}: left out, {error}")
+                continue
+            row = Times.of(times).as_dict() | {"floor": None, "over_floor": None, "tokens_per_second": tokens / seconds}
+            if llm.tree.num_nodes == 1:  # the floor of drafts, which ranks may divide, is not counted
+                context = batch * (settings.prompt_tokens + settings.new_tokens // 2)
+                row["floor"] = 1e3 * sum(StepFloor(llm.engine.decoder, *self.rates).of(1, batch, context).values())
+                row["over_floor"] = row["p50"] / row["floor"]
+            ids = [request.output_token_ids for submission in record.submissions for request in submission.requests]
+            found[f"step of {batch}"] = row, ids
+        return found
+
     def add(self, size, drafts, found):
         for what, (row, tokens) in found.items():
             first = self.first.setdefault((what, drafts is not None), row)
@@ -158,21 +178,4 @@ def first_tokens(llm, settings):
         (output,) = llm.generate([given[0]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         row = times.as_dict() | {"floor": None, "over_floor": None, "tokens_per_second": None}
         found[f"first token of {length}"] = row, output.outputs[0].token_ids
-    return found
-
-
-def steps(llm, settings, floor, nodes=1):
-    """{what: (row, token ids)}: steps of each batch; the same prompts for every LLM.  nodes: of a request's step"""
-    dice, found = random.Random(1), {}
-    params = SamplingParams(max_tokens=settings.new_tokens, ignore_eos=True, seed=1)
-    for batch in settings.batches:
-        record = record_steps(llm.session, prompts(dice, llm, batch, settings.prompt_tokens), params)
-        tokens, seconds, times = record.steady(batch)
-        row = Times.of(times).as_dict() | {"floor": None, "over_floor": None, "tokens_per_second": tokens / seconds}
-        if nodes == 1:  # the floor of drafts, which ranks may divide, is not counted
-            context = batch * (settings.prompt_tokens + settings.new_tokens // 2)
-            row["floor"] = 1e3 * sum(floor.of(1, batch, context).values())
-            row["over_floor"] = row["p50"] / row["floor"]
-        ids = [request.output_token_ids for submission in record.submissions for request in submission.requests]
-        found[f"step of {batch}"] = row, ids
     return found

@@ -29,6 +29,12 @@ def test_sizes_stand_beside_each_other_and_give_the_same_tokens(bench):
     assert sum("yes" in line for line in said) == 6
 
 
+def test_a_batch_without_a_steady_state_is_left_out(bench):
+    said, found = bench("ranks", *SMALL, "--new-tokens", "2", "-tp", "1")
+    assert [row["what"] for row in found["rows"]] == ["first token of 20"]
+    assert [line for line in said if line.startswith("step of 3: left out, no steady state with 3 requests")]
+
+
 def test_heads_are_timed_with_their_lm_heads_whole_and_divided(bench):
     drafting = ["--head", "medusa", "--new-tokens", "60"]
     _, found = bench("ranks", *SMALL, "-tp", "1,2", "--tensor-parallel-invariant", "2", *drafting)
