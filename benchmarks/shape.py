@@ -1,9 +1,16 @@
-"""Random models of a shape: find the shape, check that it fits, make its decoder and trees for it (heads: random_heads.py)."""
+"""Random models of a shape: find the shape, check that it fits, make its decoder, its LLM on ranks and trees for it.
 
+Heads: random_heads.py.
+"""
+
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from ..evaluation.timing import release
+from ..inference.llm import LLM
 from ..inference.models.memory import free_bytes, in_gib
 from ..inference.models.modules.module_decoder import ModuleDecoder
 from ..inference.models.shapes import SHAPES, config_of
@@ -54,6 +61,27 @@ def random_decoder(shape, device, dtype, max_positions, as_module=False):
     where = dict(dtype=dtype, device=torch.device(device), max_positions=max_positions)
     kind = ModuleDecoder if as_module else decoder_class(config)
     return kind.from_pretrained(None, config, load_format="dummy", **where)
+
+
+@contextmanager
+def llm_on_ranks(config, size, device, **options):
+    """An LLM with random weights of a config on so many ranks, without prefix cache; the other ranks have ended afterwards."""
+    release(torch.device(device))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "with tensor_parallel_size")  # bits of its own: what is measured says so
+        llm = LLM(
+            config,
+            load_format="dummy",
+            device=device,
+            enable_prefix_caching=False,
+            tensor_parallel_size=size,
+            **options,
+        )
+    try:
+        yield llm
+    finally:
+        if llm.session.ranks is not None:
+            llm.session.ranks.end()
 
 
 def best_tree(num_nodes):

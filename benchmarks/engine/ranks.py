@@ -10,8 +10,6 @@ Several ranks).
 
 import random
 import tempfile
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +17,11 @@ import torch
 
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import NoSteadyState, record_steps
-from ...evaluation.timing import Times, release
-from ...inference.llm import LLM
+from ...evaluation.timing import Times
 from ...inference.sampling_params import SamplingParams
 from ..floor import StepFloor, copy_bandwidth, product_rate
 from ..random_heads import save_random_head
-from ..shape import check_fits, config_of_shape
+from ..shape import check_fits, config_of_shape, llm_on_ranks
 from .startup import FIRST_TOKENS, first_tokens_ms
 
 COLUMNS = {
@@ -114,29 +111,10 @@ class RanksBench:
             found = self.steps(llm)
         self.add(size, f"{self.settings.head}, {placings(size)[placed]}", found)
 
-    @contextmanager
     def llm(self, size, **options):
-        """An LLM on so many ranks; the others have ended afterwards."""
-        release(torch.device(self.device))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "with tensor_parallel_size")
-            llm = LLM(
-                self.config,
-                load_format="dummy",
-                dtype=self.dtype,
-                device=self.device,
-                max_model_len=self.length,
-                max_num_seqs=max(self.settings.batches),
-                enable_prefix_caching=False,
-                tensor_parallel_size=size,
-                tensor_parallel_invariant=self.settings.invariant,
-                **options,
-            )
-        try:
-            yield llm
-        finally:
-            if llm.session.ranks is not None:
-                llm.session.ranks.end()
+        settings, own = self.settings, dict(dtype=self.dtype, max_model_len=self.length)
+        own |= dict(max_num_seqs=max(settings.batches), tensor_parallel_invariant=settings.invariant)
+        return llm_on_ranks(self.config, size, self.device, **own, **options)
 
     def steps(self, llm):
         """{what: (row, token ids)}: steps of each batch; the same prompts for every LLM."""

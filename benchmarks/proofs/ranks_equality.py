@@ -18,8 +18,6 @@ import argparse
 import random
 import sys
 import tempfile
-import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,10 +26,8 @@ from headstart.benchmarks.proofs import shape_equality
 from headstart.benchmarks.proofs.equality import MIXED, TREES
 from headstart.benchmarks.proofs.shape_equality import answer_shuffled
 from headstart.benchmarks.random_heads import save_random_head
-from headstart.benchmarks.shape import check_fits, config_of_shape
+from headstart.benchmarks.shape import check_fits, config_of_shape, llm_on_ranks
 from headstart.evaluation.results import Report, command_line, plain
-from headstart.evaluation.timing import release
-from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.tree import save_tree
 
@@ -119,29 +115,10 @@ class Proof:
             self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], at_once=1)
             llm.engine.check()
 
-    @contextmanager
     def llm(self, ranks, **options):
-        """An LLM on so many ranks; the others have ended afterwards."""
-        release(torch.device(self.device))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "with tensor_parallel_size")
-            llm = LLM(
-                self.config,
-                load_format="dummy",
-                dtype=self.options.dtype,
-                device=self.device,
-                max_model_len=self.longest,
-                max_num_seqs=self.options.batch,
-                enable_prefix_caching=False,
-                tensor_parallel_size=ranks,
-                tensor_parallel_invariant=self.options.invariant,
-                **options,
-            )
-        try:
-            yield llm
-        finally:
-            if llm.session.ranks is not None:
-                llm.session.ranks.end()
+        asked, own = self.options, dict(max_model_len=self.longest)
+        own |= dict(dtype=asked.dtype, max_num_seqs=asked.batch, tensor_parallel_invariant=asked.invariant)
+        return llm_on_ranks(self.config, ranks, self.device, **own, **options)
 
     def drafting(self, way):
         """speculative_config of a way of drafting."""

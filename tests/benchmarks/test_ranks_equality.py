@@ -5,6 +5,7 @@ import json
 import pytest
 
 from headstart.benchmarks.proofs import ranks_equality
+from headstart.inference.llm import LLM
 from headstart.tests.inference.models.small_architectures import small_config
 
 
@@ -50,7 +51,7 @@ def test_ranks_are_compared_with_ranks_where_none_fits_one(shape, capsys):
 
 
 def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
-    generate = ranks_equality.LLM.generate
+    generate = LLM.generate
 
     def faulty(llm, prompts, params):
         outputs = generate(llm, prompts, params)
@@ -59,7 +60,7 @@ def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
                 output.outputs[0].logprobs[-1] = None
         return outputs
 
-    monkeypatch.setattr(ranks_equality.LLM, "generate", faulty)
+    monkeypatch.setattr(LLM, "generate", faulty)
     assert prove(shape, "plain") == 1
     rows, facts = rows_of(capsys)
     assert facts["differing_requests"] == sum(row["differing"] for row in rows) == ranks_equality.ALONE
