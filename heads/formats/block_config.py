@@ -187,6 +187,11 @@ def _sliding_layers(layer):
             f'config.json says "use_sliding_window": {uses!r} and "sliding_window": {window!r} beside {len(layers)} layers of '
             f"{KINDS[1]} in layer_types: readers differ in which of these counts; expected all of them, or none"
         )
+    if layers and (own := layer.get("swa_window_size")) not in (None, window):
+        raise ValueError(
+            f'config.json says "sliding_window": {window!r} and "swa_window_size": {own!r}: readers differ in which of them '
+            "counts; expected the same number"
+        )
     return layers, window if layers else None
 
 

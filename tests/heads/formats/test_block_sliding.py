@@ -46,6 +46,7 @@ def test_sliding_layers_of_the_library_are_read(non_causal, is_causal):
             '"use_sliding_window": None and "sliding_window": None beside 1',
         ),
         ({"use_sliding_window": True, "sliding_window": 9}, '"sliding_window": 9 beside 0 layers of sliding_attention'),
+        (SLIDING | {"swa_window_size": 5}, '"sliding_window": 9 and "swa_window_size": 5: readers differ'),
         (SLIDING | {"sliding_window": 5}, "sliding_window must be at least a block's 6 slots, got 5"),
         ({"layer_types": ["full_attention", "chunked"]}, "expected a list of full_attention and sliding_attention"),
         (
