@@ -6,9 +6,13 @@ import sys
 import time
 import weakref
 
+import pytest
+
 from headstart import LLM, SamplingParams
 from headstart.inference import frozen_heap
 from headstart.inference.line import Call
+
+pytestmark = pytest.mark.usefixtures("thawed_heap")
 
 
 def test_the_last_batch_starts_with_its_longest_outputs_and_has_the_seeds_of_its_places(target_folder):

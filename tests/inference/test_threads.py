@@ -19,6 +19,8 @@ from headstart.evaluation.step_recorder import record_steps
 from headstart.inference.engine.request import Request
 from headstart.inference.open_batch import OpenBatch
 
+pytestmark = pytest.mark.usefixtures("thawed_heap")
+
 DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
