@@ -82,7 +82,10 @@ def pytest_collection_finish():
 @pytest.fixture(scope="module")
 def thawed_heap():
     """The heap as programs have it, where engines freeze it for each call."""
+    from headstart.inference import frozen_heap
+
     gc.unfreeze()
+    frozen_heap._looks_again = 0.0
     yield
     gc.collect()
     gc.freeze()
