@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
+    # The longest one by far begins at once: at the end the other processes would wait for it.
+    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
 
 
 def pytest_collection_finish():
