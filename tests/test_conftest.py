@@ -1,5 +1,6 @@
 """The promises that tests/conftest.py makes to all other tests."""
 
+import gc
 import os
 import socket
 import sys
@@ -33,6 +34,11 @@ def test_libraries_are_offline_and_away_from_home():
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert os.environ["WANDB_MODE"] == "offline"
     assert not Path(os.environ["HF_HOME"]).is_relative_to(Path.home())
+
+
+def test_collections_do_not_walk_what_was_collected():
+    assert gc.get_freeze_count() > 10_000
+    assert not any(one is pytest for one in gc.get_objects())
 
 
 def test_root_package_is_imported_once():

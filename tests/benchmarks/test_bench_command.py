@@ -3,6 +3,8 @@
 import pytest
 
 from headstart.cli import main
+from headstart.inference.models import support
+from headstart.inference.models.support import decoder_class
 from headstart.tests.benchmarks.small_bench import CPU
 
 # Requests that the tiny shape has room for.
@@ -107,6 +109,20 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
     assert printed.err.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def decoder_classes():
+    """decoder_class, which asks once for a config: a trial of a module takes up to a second, and every case asks for all shapes."""
+    found = {}
+
+    def known(config):
+        name = config.to_json_string(use_diff=False)
+        if name not in found:
+            found[name] = decoder_class(config)
+        return found[name]
+
+    return known
+
+
 @pytest.mark.parametrize(
     ("arguments", "takes"),
     [
@@ -122,9 +138,12 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
         (["kernel", "linear", "--rows", "1"], "the largest weights of llama-3-8b take 2.0 GiB"),
     ],
 )
-def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(arguments, takes, capsys, monkeypatch):
+def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(
+    arguments, takes, decoder_classes, capsys, monkeypatch
+):
     free = {"kernel": 1, "draft": 10}.get(arguments[0], 26) << 30
     monkeypatch.setattr("headstart.benchmarks.shape.free_bytes", lambda device: free)
+    monkeypatch.setattr(support, "decoder_class", decoder_classes)
     assert main(["bench", *arguments, "--shape", "llama-3-8b", *CPU]) == 2
     printed = capsys.readouterr().err
     assert takes in printed

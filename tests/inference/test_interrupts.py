@@ -9,9 +9,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import headstart.inference
 from headstart import LLM, SamplingParams
 from headstart.inference.line import Call
+
+pytestmark = pytest.mark.usefixtures("thawed_heap")
 
 ROOT = Path(headstart.inference.__path__[0])
 FILES = {

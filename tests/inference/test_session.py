@@ -6,9 +6,13 @@ import sys
 import time
 import weakref
 
+import pytest
+
 from headstart import LLM, SamplingParams
 from headstart.inference import frozen_heap
 from headstart.inference.line import Call
+
+pytestmark = pytest.mark.usefixtures("thawed_heap")
 
 
 def test_the_last_batch_starts_with_its_longest_outputs_and_has_the_seeds_of_its_places(target_folder):
@@ -56,14 +60,22 @@ def test_no_collection_walks_what_was_there_before_a_call_and_all_is_collected_a
     assert gc.get_freeze_count() == 0
 
 
-def test_a_heap_that_the_program_froze_stays_frozen(target_folder):
-    llm = LLM(str(target_folder), dtype="float32")
+def test_a_heap_that_the_program_froze_stays_frozen(target_folder, monkeypatch):
+    llm, counted, count = LLM(str(target_folder), dtype="float32"), [], gc.get_freeze_count
+    monkeypatch.setattr(frozen_heap, "_looks_again", 0.0)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or count())
     gc.freeze()
     try:
-        llm.generate(["a"], SamplingParams(temperature=0.0, max_tokens=2))
-        assert gc.get_freeze_count() > 1000
+        for _ in range(3):
+            llm.generate(["a"], SamplingParams(temperature=0.0, max_tokens=2))
+        assert len(counted) == 1  # counting walks the heap
+        assert count() > 1000
     finally:
         gc.unfreeze()
+    frozen_heap._looks_again = 0.0  # as after a minute
+    with frozen_heap.frozen_heap():
+        assert count() > 1000
+    assert count() == 0
 
 
 class Cycle:

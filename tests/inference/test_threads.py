@@ -19,6 +19,7 @@ from headstart.evaluation.step_recorder import record_steps
 from headstart.inference.engine.request import Request
 from headstart.inference.open_batch import OpenBatch
 
+pytestmark = pytest.mark.usefixtures("thawed_heap")
 DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
@@ -50,8 +51,7 @@ def collect(stream):
 
 def ask(llm, seed):
     """One of four kinds of call.  -> the tokens of its outputs"""
-    kind, length = seed % 4, 5 + seed * 7 % 30
-    prompt = [40 + seed % 50] * (1 + seed % 90)
+    kind, length, prompt = seed % 4, 5 + seed * 7 % 30, [40 + seed % 50] * (1 + seed % 90)
     if kind == 0:
         two = [sampled(seed, length, n=2, logprobs=1), sampled(seed + 1, 3)]
         outputs = llm.generate([prompt, "second"], two)

@@ -43,7 +43,7 @@ GEMMA3 |= {
         for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
     }
 }
-TWO_DIMENSIONS = GEMMA3 | {"global_head_dim": 16}
+TWO_DIMENSIONS = GEMMA3 | {"global_head_dim": 16, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 8}
 
 
 def save(folder, word_target, config, **keys):

@@ -12,7 +12,7 @@ from headstart.inference.engine import logprobs
 from headstart.inference.server.driver.engine_loop import NO_MEMORY
 from headstart.tests.inference.server.serving import PROMPTS, TARGET, running
 
-BODY = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+BODY = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
 
 
 def ask(url, body, answers):
@@ -39,7 +39,7 @@ def let_fail(engine, monkeypatch, fails, where="read_steps"):
 
 
 def text_alone(llm, seed):
-    params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=seed)
+    params = SamplingParams(temperature=1.0, max_tokens=BODY["max_tokens"], ignore_eos=True, seed=seed)
     return llm.generate([BODY["prompt"]], params)[0].outputs[0].text
 
 

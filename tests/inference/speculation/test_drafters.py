@@ -59,12 +59,13 @@ def test_no_bit_changes(setting, tree_files, name, tree):
             max_num_batched_tokens=48,  # prompts come in chunks
             speculative_config={"model": head, "num_speculative_tokens": DEPTH, "tree": tree_files[tree]},
         )
-        for temperature in TEMPERATURES:
+        tried = TEMPERATURES[-1:] if batch == 1 else TEMPERATURES  # one at a time takes most of the time
+        for temperature in tried:
             found = outputs(llm, temperature, count=count, logprobs=2)
             assert found == plain[temperature][:count], (batch, temperature)
         metrics = llm.get_stats()
         if name == "target" and tree != "dynamic":  # 6 tokens after the first, by 5, then the one that is left
-            assert metrics["num_spec_steps"] == 2 * 2 * count
+            assert metrics["num_spec_steps"] == len(tried) * 2 * count
         accepted += metrics["num_accepted_tokens"]
         llm.engine.check()
     assert accepted > 0 or tree == "chain"
@@ -89,10 +90,10 @@ def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, nam
             llm.engine.drafter.kv.normal_()  # keys that nobody wrote are not read
         found.append(outputs(llm, 0.8, count=count))
         assert llm.get_stats()["prefix_cache_hits"] == 0
-        greedy = [tokens for tokens, _ in outputs(llm, 0.0, count=count)]
-        assert greedy == [tokens for tokens, _ in plain[0.0][:count]]
-        assert llm.get_stats()["prefix_cache_hits"] > 0
+    greedy = [tokens for tokens, _ in outputs(llm, 0.0)]
+    assert greedy == [tokens for tokens, _ in plain[0.0]]
     found.append(outputs(llm, 0.8))  # on the pages of the earlier ones
+    assert llm.get_stats()["prefix_cache_hits"] > 0
     alone, together, on_pages = found
     assert alone == together[:ALONE]
     assert together == on_pages

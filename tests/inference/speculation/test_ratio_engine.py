@@ -111,7 +111,7 @@ def test_draws_fill_the_gaps_of_a_tree(tmp_path):
     files = [str(tmp_path / name) for name in ("gaps.json", "filled.json")]
     save_tree(GAPS, files[0])
     save_tree(TREE, files[1])
-    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=20) for i in range(8)]
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=10) for i in range(8)]
 
     def tokens(**options):
         outputs = LLM(model, max_num_seqs=4, **options).generate([[1, 4]] * 8, params)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from headstart.tests.train.data.conftest import Process
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
-from headstart.train.data import rows
+from headstart.train.data import rows, stdlib_pairs
 from headstart.train.data.packed import store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
@@ -117,7 +117,14 @@ def test_changed_data_and_another_template_are_noticed(recipe, load, conversatio
     assert "the data are packed" in load(some)[2][-1]
 
 
-def test_small_data_are_kept_only_in_a_folder_that_is_named(recipe, load, tmp_path, monkeypatch):
+@pytest.fixture
+def small_stdlib(monkeypatch):
+    """The built-in set without most modules, which take seconds to parse and encode."""
+    modules = stdlib_pairs.stdlib_modules()[::8]
+    monkeypatch.setattr(stdlib_pairs, "stdlib_modules", lambda: modules)
+
+
+def test_small_data_are_kept_only_in_a_folder_that_is_named(recipe, load, small_stdlib, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     load(recipe(packed_data=""))
     assert not (tmp_path / "cache").exists()
@@ -203,7 +210,7 @@ def test_data_that_change_while_they_are_read_are_not_kept(recipe, load, convers
     assert not [path for path in (tmp_path / "packed").iterdir() if path.is_dir()]
 
 
-def test_a_built_in_set_to_measure_on_keeps_nothing_from_being_packed(recipe, load, tmp_path):
+def test_a_built_in_set_to_measure_on_keeps_nothing_from_being_packed(recipe, load, small_stdlib, tmp_path):
     for said in ("the data are packed", "the data were packed on"):
         documents, held_out, notes = load(recipe(eval_data="stdlib"))
         assert any(said in note for note in notes)

@@ -22,7 +22,7 @@ from headstart.train.loss.losses import Loss
 from headstart.train.run.optimization import build_optimizer, update
 
 H, V = 64, 3000
-ROWS, TOKENS, CHUNK = 2, 384, 64
+ROWS, TOKENS, CHUNK = 2, 256, 64
 SHAPE = {"hidden_size": H, "vocab_size": V, "intermediate_size": 160}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 AUX = {"target_hidden_size": H, "draft_vocab_size": 500, "aux_layer_ids": (0, 1, 2)}

@@ -22,7 +22,7 @@ from headstart.tests.inference.models.small_architectures import small_model
 PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 60))]
 TREE = build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.4, 0.2]], 12)
 OPTIONS = dict(max_model_len=200, max_num_seqs=3)
-NEW = 14
+NEW = 8
 
 
 def attention_of(model, layer):
