@@ -35,6 +35,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import fields
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from headstart.benchmarks.headline.target import load_make, train_draft, train_t
 from headstart.benchmarks.headline.tokens_per_step import Meter
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.evaluation.results import Report, command_line
+from headstart.evaluation.timing import release
 from headstart.heads.storage.atomic_write import write_json
 from headstart.heads.storage.user_errors import exit_status
 from headstart.inference.models.target_source import choose_device
@@ -119,6 +121,8 @@ def main(arguments=None):
     write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
     left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
     print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
+    if run.failed:
+        raise ValueError(f"these parts failed: {'; '.join(run.failed)}. The same command tries them again")
     return 0
 
 
@@ -128,6 +132,7 @@ class Run:
     def __init__(self, settings, work, device, sources, gpus, arguments):
         self.settings, self.work, self.device, self.sources = settings, work, device, sources
         self.gpus, self.arguments = gpus, arguments
+        self.failed = []  # "STAGE of NAME"
 
     def parts(self, stage):
         """Names of a stage's parts that are not finished."""
@@ -168,11 +173,21 @@ class Run:
         elif stage == "heads":
             for source in self.in_turn(left):
                 if source == DRAFT_MODEL:
-                    train_draft(self.settings, self.work, self.device)
+                    self.attempt(stage, source.name, train_draft, self.settings, self.work, self.device)
                 else:
-                    train_head(source, self.settings, self.work, self.device)
+                    self.attempt(stage, source.name, train_head, source, self.settings, self.work, self.device)
         else:
             self.measure(stage, left)
+
+    def attempt(self, stage, name, do, *given):
+        """Do a part. If it fails, say why: the others, and the stages after it, do without it."""
+        try:
+            do(*given)
+        except Exception:
+            traceback.print_exc()
+            print(f"{stage} of {name} FAILED, the others go on", flush=True)
+            self.failed.append(f"{stage} of {name}")
+        release(self.device)  # here nothing holds the frames of the error, and what they held, any more
 
     def named(self, slugs):
         return [source for source in SOURCES if source.slug in slugs]
@@ -196,17 +211,18 @@ class Run:
                     f"{meter.plain_differs} outputs of plain decoding alone DIFFER from those beside others", flush=True
                 )
             for source in self.in_turn(left):
-                meter.measure(source)
+                self.attempt(stage, source.name, meter.measure, source)
             return
-        for source in self.named(left):
-            self.work.needs("acceptance", source.slug)
+        measured = [name for name in left if self.work.figures("acceptance", name) is not None]
+        if not measured:
+            self.work.needs("acceptance", left[0] if left != [LIBRARY] else DRAFT_MODEL.slug)
         replay = Replay(self.settings, self.work, self.device)
         if LIBRARY in left:
-            replay.measure_library()
-        for source in self.in_turn(left):
+            self.attempt(stage, LIBRARY, replay.measure_library)
+        for source in self.in_turn(measured):
             if replay.out_of_time():
                 break
-            replay.measure(source)
+            self.attempt(stage, source.name, replay.measure, source)
         if rest := self.parts(stage):
             print(f"{len(rest)} parts are left, the same command goes on with {rest[0]}", flush=True)
 
@@ -229,7 +245,7 @@ class Run:
             )
             children.append((child, log))
             print(f"GPU {device}: {', '.join(names)}; see {log.name}", flush=True)
-        began, told = time.perf_counter(), set()
+        began, told, failed = time.perf_counter(), set(), []
         try:
             while any(child.poll() is None for child, _ in children):
                 time.sleep(POLL)
@@ -238,16 +254,23 @@ class Run:
                     minutes = (time.perf_counter() - began) / 60
                     rest = minutes / len(told) * (len(left) - len(told))
                     print(f"{name} finished, {len(told)} of {len(left)}, about {rest:.1f} minutes to go", flush=True)
+                for child, log in children:
+                    if child.poll() and log.name not in failed:
+                        failed.append(log.name)
+                        print(f"a process ended with status {child.returncode}, see {log.name}", flush=True)
         finally:
             for child, log in children:
                 if child.poll() is None:
                     child.terminate()
                 child.wait()
                 log.close()
-        failed = [log.name for child, log in children if child.returncode]
-        if failed:
-            last = "\n".join(Path(failed[0]).read_text(errors="replace").splitlines()[-15:])
-            raise ValueError(f"{stage} failed, see {', '.join(failed)}. The end of the first:\n{last}")
+        failed = [(share, log.name) for share, (child, log) in zip(shares, children) if child.returncode]
+        for share, log in failed:
+            last = "\n".join(Path(log).read_text(errors="replace").splitlines()[-15:])
+            print(f"the end of {log}:\n{last}", flush=True)
+            self.failed += [f"{stage} of {name}" for name in share if name in self.parts(stage)]
+        if failed and not set(left) - set(self.parts(stage)):
+            raise ValueError(f"no part of {stage} was finished, see {', '.join(log for _, log in failed)}")
 
 
 def collect(work, report):

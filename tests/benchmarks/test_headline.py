@@ -127,6 +127,52 @@ def test_the_trainer_of_a_family_takes_its_keys(name):
     assert recipe.loss == ("lk" if source.rival else "kl")
 
 
+def test_a_part_that_fails_does_not_end_the_others(mathematics, tmp_path, monkeypatch, capsys, one_thread):
+    work = WorkFolder(tmp_path / "work", Settings.at("tiny", math=mathematics))
+
+    def train(source, *given):
+        if source.name == "EAGLE":
+            raise RuntimeError("no such kernel")
+        work.keep("heads", source.slug, {"name": source.name})
+
+    monkeypatch.setattr(headline, "train_head", train)
+    call = ["--work", str(work.folder), "--scale", "tiny", "--math", mathematics, "--stage", "heads"]
+    with pytest.raises(ValueError, match="these parts failed: heads of EAGLE. The same command"):
+        headline.main([*call, "--only", "Medusa; EAGLE; EAGLE-3"])
+    assert set(work.all_figures("heads")) == {"medusa", "eagle-3"}
+    assert "no such kernel" in capsys.readouterr().err
+    assert set(json.loads((work.folder / "result.json").read_text())["facts"]["heads"]) == {"medusa", "eagle-3"}
+
+
+def test_a_process_that_fails_leaves_what_it_and_the_others_finished(mathematics, tmp_path, monkeypatch, capsys):
+    settings = Settings.at("tiny", math=mathematics)
+    work = WorkFolder(tmp_path, settings)
+
+    class Child:
+        """Finishes its first part, and fails at the second one."""
+
+        def __init__(self, command, stdout, **others):
+            names = [source.slug for source in families.choose(command[command.index("--only") + 1])]
+            work.keep("heads", names[0], {})
+            stdout.write("no such kernel\n")
+            self.returncode = 2 if len(names) > 1 else 0
+
+        def poll(self):
+            return self.returncode
+
+        wait = poll
+
+    monkeypatch.setattr(headline.subprocess, "Popen", Child)
+    sources = families.choose("Medusa; EAGLE; EAGLE-3")
+    run = headline.Run(settings, work, torch.device("cpu"), sources, 2, ["--work", str(tmp_path)])
+    run.stage("heads")
+    assert run.failed == ["heads of eagle-3"]
+    assert "no such kernel" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no part of acceptance was finished"):
+        monkeypatch.setattr(work, "keep", lambda *given: None)
+        run.stage("acceptance")
+
+
 def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):
     work = ["--work", str(tmp_path / "work"), "--scale", "tiny"]
     for given, words_of_error in (
