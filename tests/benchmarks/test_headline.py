@@ -8,8 +8,10 @@ import torch
 from headstart.benchmarks.headline import corpus, families, headline
 from headstart.benchmarks.headline.heads import words
 from headstart.benchmarks.headline.settings import Settings
+from headstart.benchmarks.headline.target import load_make
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.tests.train.trainings import TRAININGS
+from headstart.train.data.packed.packing import pack
 from headstart.train.data.stdlib_pairs import Pair, is_heldout
 from headstart.train.run.recipe import parse_recipe
 
@@ -112,6 +114,29 @@ def test_nothing_held_out_is_trained_on_and_all_seeds_hold_out_the_same(source, 
     assert found[0] == found[1]
 
 
+def test_a_prompt_that_is_held_out_is_asked_in_no_training_pair_and_measured_once(source, monkeypatch):
+    heldout = [pair for pair in source if is_heldout(pair.module)]
+    taken = [pair for pair in source if not is_heldout(pair.module)]
+    same_prompts = [
+        Pair(taken[0].module, "copy", heldout[0].prompt, "def copy(number):\n    return number - 1_000_000", True),
+        Pair(heldout[1].module, "copy", heldout[1].prompt, "def copy(number):\n    return number - 2_000_000", True),
+    ]
+    monkeypatch.setattr(corpus, "stdlib_source_pairs", lambda further: [*source, *same_prompts])
+    train, measured, _ = corpus.read_code(Settings.at("tiny"), lambda pair: True)
+    prompts = [pair.prompt for pair in measured]
+    assert len(prompts) == len(set(prompts)) == len(heldout)
+    assert not {pair.prompt for pair in train} & set(prompts)
+
+
+def test_what_is_measured_has_the_dtypes_of_what_is_trained_on(source):
+    """Another dtype of the numbers of documents compiles the loss again, within the minutes of training."""
+    make, settings = load_make(), Settings.at("tiny")
+    tokenizer = make.corpus.train_tokenizer(source, 320)
+    measured = corpus.measure_size(source, tokenizer, settings, make).rows
+    trained = make.run.on_device(pack(make.corpus.encode(tokenizer, source), 256), torch.device("cpu"))
+    assert measured.document_ids.dtype == trained.document_ids.dtype
+
+
 @pytest.mark.parametrize("name", [source.name for source in families.HEADS])
 def test_the_trainer_of_a_family_takes_its_keys(name):
     (source,) = families.choose(name)
@@ -137,7 +162,7 @@ def test_a_part_that_fails_does_not_end_the_others(mathematics, tmp_path, monkey
 
     monkeypatch.setattr(headline, "train_head", train)
     call = ["--work", str(work.folder), "--scale", "tiny", "--math", mathematics, "--stage", "heads"]
-    with pytest.raises(ValueError, match="these parts failed: heads of EAGLE. The same command"):
+    with pytest.raises(ValueError, match="these parts failed: heads of EAGLE"):
         headline.main([*call, "--only", "Medusa; EAGLE; EAGLE-3"])
     assert set(work.all_figures("heads")) == {"medusa", "eagle-3"}
     assert "no such kernel" in capsys.readouterr().err
@@ -168,8 +193,8 @@ def test_a_process_that_fails_leaves_what_it_and_the_others_finished(mathematics
     run.stage("heads")
     assert run.failed == ["heads of eagle-3"]
     assert "no such kernel" in capsys.readouterr().out
+    monkeypatch.setattr(work, "keep", lambda *given: None)
     with pytest.raises(ValueError, match="no part of acceptance was finished"):
-        monkeypatch.setattr(work, "keep", lambda *given: None)
         run.stage("acceptance")
 
 
