@@ -34,6 +34,8 @@ class StopSignals:
 
     def agreed(self, accelerator):
         """Whether any rank was asked to stop. All ranks call it at the same point, so that they leave together."""
+        if accelerator.num_processes == 1:  # without a word to the device: the answer would wait for all its work
+            return bool(self.requested)
         asked = torch.tensor([float(bool(self.requested))], device=accelerator.device)
         return accelerator.reduce(asked, "sum").item() > 0
 
