@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.benchmarks.headline import corpus, families, headline
-from headstart.benchmarks.headline.heads import words
+from headstart.benchmarks.headline.heads import steps_within, words
 from headstart.benchmarks.headline.settings import Settings
 from headstart.benchmarks.headline.target import load_make
 from headstart.benchmarks.headline.work_folder import WorkFolder
@@ -150,6 +150,16 @@ def test_the_trainer_of_a_family_takes_its_keys(name):
     }
     assert 3 in depths
     assert recipe.loss == ("lk" if source.rival else "kl")
+
+
+def test_a_step_that_compiles_late_in_the_trial_does_not_shorten_the_run():
+    def line(step, speed):
+        return {"step": step, "tokens": 1000 * step, "tokens_per_second": speed}
+
+    speeds = (50, 1000, 4000, 4000, 4000, 3900, 4100, 4000, 90, 4000)
+    lines = [line(6 * (i + 1), speed) for i, speed in enumerate(speeds)]
+    assert steps_within(60, lines) == 240
+    assert steps_within(0.001, [line(2, 100.0)]) == 2
 
 
 def test_a_part_that_fails_does_not_end_the_others(mathematics, tmp_path, monkeypatch, capsys, one_thread):

@@ -1,8 +1,8 @@
 """How a training script ends: train/run/stopping.py."""
 
 import os
-import subprocess
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
