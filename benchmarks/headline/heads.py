@@ -55,7 +55,8 @@ def train_head(source, settings, work, device):
         shutil.rmtree(folder, ignore_errors=True)
     trial_steps = settings.trial_steps
     run_script(
-        trainer, words(keys | {"output": trial, "max_steps": trial_steps, "log_every": max(trial_steps // TRIAL_LINES, 1)})
+        trainer,
+        words(keys | {"output": trial, "max_steps": trial_steps, "log_every": max(trial_steps // TRIAL_LINES, 1)}),
     )
     steps = steps_within(60 * settings.head_minutes, train_lines(trial))
     shutil.rmtree(trial)
