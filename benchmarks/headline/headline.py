@@ -53,6 +53,7 @@ from headstart.evaluation.timing import release
 from headstart.heads.storage.atomic_write import write_json
 from headstart.heads.storage.user_errors import exit_status
 from headstart.inference.models.target_source import choose_device
+from headstart.train.run.stopping import leave_with_parent
 
 LIBRARY = "transformers"  # the part of `speed` that is not a source of drafts
 POLL = 2.0  # seconds
@@ -108,7 +109,9 @@ def main(arguments=None):
     output = options.output or str(Path(options.work) / "result.json")
     report = Report("headline", {}, device, command, vars(settings), output, options.commit)
     work = WorkFolder(options.work, settings)
-    if not options.child:
+    if options.child:
+        leave_with_parent()
+    else:
         work.add_command(command)
     run = Run(settings, work, device, sources, options.gpus or gpus, sys.argv[1:] if arguments is None else arguments)
     for stage in stages:

@@ -1,6 +1,10 @@
 """benchmarks/headline/: every stage at the smallest size, on made-up source and sums; what is refused before long work starts."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +210,42 @@ def test_a_process_that_fails_leaves_what_it_and_the_others_finished(mathematics
     monkeypatch.setattr(work, "keep", lambda *given: None)
     with pytest.raises(ValueError, match="no part of acceptance was finished"):
         run.stage("acceptance")
+
+
+CHILD = """
+import time
+from headstart.benchmarks.headline import headline
+headline.Run.stage = lambda *given: (print("begun", flush=True), time.sleep(60))
+headline.main({call!r})
+"""
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True)
+while "begun" not in child.stdout.readline():
+    pass
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_a_part_ends_with_the_process_that_divided_the_parts(mathematics, tmp_path):
+    """Else the same command would find it still training into the folder."""
+    call = ["--work", str(tmp_path / "work"), "--scale", "tiny", "--math", mathematics, "--stage", "heads", "--child"]
+    parent = PARENT.format(child=CHILD.format(call=call))
+    done = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=120)
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """Whether there is such a process that has not ended; one without a parent may stay as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):
