@@ -10,23 +10,28 @@ model, the same minutes each), `acceptance` (tokens per step on held-out prompts
 
 On a machine with several GPUs the parts of `heads`, `acceptance` and `speed` are divided among them (--gpus), one process each.
 
+A part that fails is told and left out, and the others and the stages after it go on; the same command tries it again.
+
 A cluster that lends machines for minutes: figures are small and are kept in WORK/figures, so `speed` can run later, elsewhere, from
 them and WORK/settings.json alone. The target cannot wait: its 270 MB in bf16 and the heads' are on the machine's disk, and `target`
 to `acceptance` need one machine for as long. Each line below is a command of less than 10 minutes; what was cut off goes on with
-the same line. Minutes are estimates, from a target that trains 0.4 million tokens a second and heads at half of the products' rate:
+the same line. Minutes are estimates, from a target that trains 0.35 million tokens a second; a head takes a minute for two starts
+and a trial beside its own. Heads with LK come last, in what time is left:
 
-    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0"
-    $H --stage target                  # one or two GPUs  7: 3 of source, tokenizer, compilation, held-out bits; 4 of training
-    $H --stage answers,heads           # two GPUs         9: 32,000 answers in 2, four heads a GPU in 1.7 each
-    $H --stage acceptance              # two GPUs         6: four sources a GPU, twelve engines
+    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0 --target-minutes 3"
+    H="$H --head-minutes 0.75 --num-answers 20000 --alone 6"
+    FIRST="Medusa; MLP speculator; EAGLE; EAGLE-3; block drafter; draft model; n-gram"
+    $H --stage target                                  # one or two GPUs  6: 2.5 of source, tokenizer, compilation; 3 of training
+    $H --stage answers,heads --only "$FIRST"           # two GPUs         7: answers in 1.6, three heads a GPU in 1.8 each
+    $H --stage acceptance --only "$FIRST"              # two GPUs         4: three or four sources a GPU, 27 engines
+    $H --stage heads,acceptance                        # two GPUs         4: the two with LK
     tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # less than a megabyte
 
     tar xzf headline-0.tgz -C runs     # another day, another machine
     $H --stage speed --output headline-seed-0          # two GPUs 5, one GPU 9; the second seed's on the same machine after it
 
-So a seed takes 22 minutes of two GPUs, the start of the machine left out, and the replay of both seeds 10. On one GPU `heads` takes
-12 and `acceptance` 9, so all four 30: --target-minutes 3 --head-minutes 0.6 --alone 8 makes it 25. A signal or a limit in the
-middle of `target` loses it; of other stages it loses the part that ran.
+So a seed takes 17 minutes of two GPUs, 21 with LK, the start of the machine left out, and the replay of both seeds 10. A signal or
+a limit in the middle of `target` loses it; of other stages it loses the part that ran.
 """
 
 import argparse
