@@ -157,8 +157,8 @@ class Run:
         left, minutes = self.parts(stage), self.settings
         each = {
             "target": minutes.target_minutes + 3,
-            "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.5,
-            "heads": minutes.head_minutes + 0.6,
+            "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.8,
+            "heads": minutes.head_minutes + 1.0,
             "acceptance": 1.1,
             "speed": 1.1,
         }[stage]
