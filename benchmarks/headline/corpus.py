@@ -1,13 +1,14 @@
 """What the target learns and is asked: Python functions with docstrings, and mathematics; what is held out of both.
 
 Held out are whole modules, and conversations of mathematics by a hash of their question, so all seeds are measured on the same
-prompts. Nothing held out enters the tokenizer, the training or the answers.
+prompts. Nothing held out, prompt or answer, enters the tokenizer, the training or the answers.
 """
 
 import hashlib
 import os
 import platform
 import random
+from dataclasses import replace
 
 import torch
 
@@ -66,14 +67,16 @@ def read_code(settings, is_plain):
         found, packages = package_pairs(further=True, workers=min(os.cpu_count() or 1, MOST_WORKERS))
         pairs, sources = pairs + found, sources + packages
     train, heldout = split_pairs(pairs)
-    train = [pair for pair in train if is_plain(pair)]
+    # Functions of other bodies may have the same docstring, and so the same prompt.
+    heldout = {pair.prompt: pair for pair in heldout if pair.documented and is_plain(pair)}
+    train = [pair for pair in train if is_plain(pair) and pair.prompt not in heldout]
     if settings.max_pairs:  # the documented ones first: only they are asked for
         train = sorted(train, key=lambda pair: (not pair.documented, order(pair)))[: settings.max_pairs]
     if len(train) < LEAST_PAIRS:
         raise ValueError(
             f"only {len(train)} functions to train on were found, at least {LEAST_PAIRS} are needed: use a Python with its source"
         )
-    return train, sorted((pair for pair in heldout if pair.documented and is_plain(pair)), key=order), sources
+    return train, sorted(heldout.values(), key=order), sources
 
 
 def read_mathematics(settings, is_plain):
@@ -110,4 +113,6 @@ def measure_size(pairs, tokenizer, settings, make):
     answer_bytes = sum(len(fitting[i].answer.encode()) for i in kept)
     whole_bytes = answer_bytes + sum(len(fitting[i].prompt.encode()) for i in kept)
     rows = pack([texts[i] for i in kept], settings.row_length)
+    # In the dtype of the rows that are trained on: with another one the loss is compiled again, while the clock of training runs.
+    rows = replace(rows, document_ids=rows.document_ids.int())
     return make.corpus.HeldOut(rows, len(kept), answer_bytes, whole_bytes)

@@ -10,23 +10,28 @@ model, the same minutes each), `acceptance` (tokens per step on held-out prompts
 
 On a machine with several GPUs the parts of `heads`, `acceptance` and `speed` are divided among them (--gpus), one process each.
 
+A part that fails is told and left out, and the others and the stages after it go on; the same command tries it again.
+
 A cluster that lends machines for minutes: figures are small and are kept in WORK/figures, so `speed` can run later, elsewhere, from
 them and WORK/settings.json alone. The target cannot wait: its 270 MB in bf16 and the heads' are on the machine's disk, and `target`
 to `acceptance` need one machine for as long. Each line below is a command of less than 10 minutes; what was cut off goes on with
-the same line. Minutes are estimates, from a target that trains 0.4 million tokens a second and heads at half of the products' rate:
+the same line. Minutes are estimates, from a target that trains 0.35 million tokens a second; a head takes a minute for two starts
+and a trial beside its own. Heads with LK come last, in what time is left:
 
-    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0"
-    $H --stage target                  # one or two GPUs  7: 3 of source, tokenizer, compilation, held-out bits; 4 of training
-    $H --stage answers,heads           # two GPUs         9: 32,000 answers in 2, four heads a GPU in 1.7 each
-    $H --stage acceptance              # two GPUs         6: four sources a GPU, twelve engines
+    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0 --target-minutes 3"
+    H="$H --head-minutes 0.75 --num-answers 20000 --alone 6"
+    FIRST="Medusa; MLP speculator; EAGLE; EAGLE-3; block drafter; draft model; n-gram"
+    $H --stage target                                  # one or two GPUs  6: 2.5 of source, tokenizer, compilation; 3 of training
+    $H --stage answers,heads --only "$FIRST"           # two GPUs         7: answers in 1.6, three heads a GPU in 1.8 each
+    $H --stage acceptance --only "$FIRST"              # two GPUs         4: three or four sources a GPU, 27 engines
+    $H --stage heads,acceptance                        # two GPUs         4: the two with LK
     tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # less than a megabyte
 
     tar xzf headline-0.tgz -C runs     # another day, another machine
     $H --stage speed --output headline-seed-0          # two GPUs 5, one GPU 9; the second seed's on the same machine after it
 
-So a seed takes 22 minutes of two GPUs, the start of the machine left out, and the replay of both seeds 10. On one GPU `heads` takes
-12 and `acceptance` 9, so all four 30: --target-minutes 3 --head-minutes 0.6 --alone 8 makes it 25. A signal or a limit in the
-middle of `target` loses it; of other stages it loses the part that ran.
+So a seed takes 17 minutes of two GPUs, 21 with LK, the start of the machine left out, and the replay of both seeds 10. A signal or
+a limit in the middle of `target` loses it; of other stages it loses the part that ran.
 """
 
 import argparse
@@ -35,6 +40,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import fields
 from pathlib import Path
 
@@ -48,9 +54,11 @@ from headstart.benchmarks.headline.target import load_make, train_draft, train_t
 from headstart.benchmarks.headline.tokens_per_step import Meter
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.evaluation.results import Report, command_line
+from headstart.evaluation.timing import release
 from headstart.heads.storage.atomic_write import write_json
 from headstart.heads.storage.user_errors import exit_status
 from headstart.inference.models.target_source import choose_device
+from headstart.train.run.stopping import leave_with_parent
 
 LIBRARY = "transformers"  # the part of `speed` that is not a source of drafts
 POLL = 2.0  # seconds
@@ -106,7 +114,9 @@ def main(arguments=None):
     output = options.output or str(Path(options.work) / "result.json")
     report = Report("headline", {}, device, command, vars(settings), output, options.commit)
     work = WorkFolder(options.work, settings)
-    if not options.child:
+    if options.child:
+        leave_with_parent()
+    else:
         work.add_command(command)
     run = Run(settings, work, device, sources, options.gpus or gpus, sys.argv[1:] if arguments is None else arguments)
     for stage in stages:
@@ -119,6 +129,8 @@ def main(arguments=None):
     write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
     left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
     print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
+    if run.failed:
+        raise ValueError(f"these parts failed: {'; '.join(run.failed)}. The same command tries them again")
     return 0
 
 
@@ -128,6 +140,7 @@ class Run:
     def __init__(self, settings, work, device, sources, gpus, arguments):
         self.settings, self.work, self.device, self.sources = settings, work, device, sources
         self.gpus, self.arguments = gpus, arguments
+        self.failed = []  # "STAGE of NAME"
 
     def parts(self, stage):
         """Names of a stage's parts that are not finished."""
@@ -144,8 +157,8 @@ class Run:
         left, minutes = self.parts(stage), self.settings
         each = {
             "target": minutes.target_minutes + 3,
-            "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.5,
-            "heads": minutes.head_minutes + 0.6,
+            "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.8,
+            "heads": minutes.head_minutes + 1.0,
             "acceptance": 1.1,
             "speed": 1.1,
         }[stage]
@@ -168,11 +181,21 @@ class Run:
         elif stage == "heads":
             for source in self.in_turn(left):
                 if source == DRAFT_MODEL:
-                    train_draft(self.settings, self.work, self.device)
+                    self.attempt(stage, source.name, train_draft, self.settings, self.work, self.device)
                 else:
-                    train_head(source, self.settings, self.work, self.device)
+                    self.attempt(stage, source.name, train_head, source, self.settings, self.work, self.device)
         else:
             self.measure(stage, left)
+
+    def attempt(self, stage, name, do, *given):
+        """Do a part. If it fails, say why: the others, and the stages after it, do without it."""
+        try:
+            do(*given)
+        except Exception:
+            traceback.print_exc()
+            print(f"{stage} of {name} FAILED, the others go on", flush=True)
+            self.failed.append(f"{stage} of {name}")
+        release(self.device)  # here nothing holds the frames of the error, and what they held, any more
 
     def named(self, slugs):
         return [source for source in SOURCES if source.slug in slugs]
@@ -196,17 +219,18 @@ class Run:
                     f"{meter.plain_differs} outputs of plain decoding alone DIFFER from those beside others", flush=True
                 )
             for source in self.in_turn(left):
-                meter.measure(source)
+                self.attempt(stage, source.name, meter.measure, source)
             return
-        for source in self.named(left):
-            self.work.needs("acceptance", source.slug)
+        measured = [name for name in left if self.work.figures("acceptance", name) is not None]
+        if not measured:
+            self.work.needs("acceptance", left[0] if left != [LIBRARY] else DRAFT_MODEL.slug)
         replay = Replay(self.settings, self.work, self.device)
         if LIBRARY in left:
-            replay.measure_library()
-        for source in self.in_turn(left):
+            self.attempt(stage, LIBRARY, replay.measure_library)
+        for source in self.in_turn(measured):
             if replay.out_of_time():
                 break
-            replay.measure(source)
+            self.attempt(stage, source.name, replay.measure, source)
         if rest := self.parts(stage):
             print(f"{len(rest)} parts are left, the same command goes on with {rest[0]}", flush=True)
 
@@ -229,7 +253,7 @@ class Run:
             )
             children.append((child, log))
             print(f"GPU {device}: {', '.join(names)}; see {log.name}", flush=True)
-        began, told = time.perf_counter(), set()
+        began, told, failed = time.perf_counter(), set(), []
         try:
             while any(child.poll() is None for child, _ in children):
                 time.sleep(POLL)
@@ -238,16 +262,23 @@ class Run:
                     minutes = (time.perf_counter() - began) / 60
                     rest = minutes / len(told) * (len(left) - len(told))
                     print(f"{name} finished, {len(told)} of {len(left)}, about {rest:.1f} minutes to go", flush=True)
+                for child, log in children:
+                    if child.poll() and log.name not in failed:
+                        failed.append(log.name)
+                        print(f"a process ended with status {child.returncode}, see {log.name}", flush=True)
         finally:
             for child, log in children:
                 if child.poll() is None:
                     child.terminate()
                 child.wait()
                 log.close()
-        failed = [log.name for child, log in children if child.returncode]
-        if failed:
-            last = "\n".join(Path(failed[0]).read_text(errors="replace").splitlines()[-15:])
-            raise ValueError(f"{stage} failed, see {', '.join(failed)}. The end of the first:\n{last}")
+        failed = [(share, log.name) for share, (child, log) in zip(shares, children) if child.returncode]
+        for share, log in failed:
+            last = "\n".join(Path(log).read_text(errors="replace").splitlines()[-15:])
+            print(f"the end of {log}:\n{last}", flush=True)
+            self.failed += [f"{stage} of {name}" for name in share if name in self.parts(stage)]
+        if failed and not set(left) - set(self.parts(stage)):
+            raise ValueError(f"no part of {stage} was finished, see {', '.join(log for _, log in failed)}")
 
 
 def collect(work, report):

@@ -9,11 +9,14 @@ import json
 import shutil
 import time
 from importlib import import_module
+from statistics import median
 
 import torch
 
 from ...evaluation.compare import hardware_name
 from ...evaluation.timing import release
+
+TRIAL_LINES = 10  # that a trial writes, of as many steps each
 
 
 def answer_prompts(settings, work, device):
@@ -50,11 +53,12 @@ def train_head(source, settings, work, device):
     trial, run = (work.heads / f"{source.slug}{end}" for end in ("-trial", ""))
     for folder in (trial, run):  # of a call that was killed
         shutil.rmtree(folder, ignore_errors=True)
-    half = settings.trial_steps // 2
-    run_script(trainer, words(keys | {"output": trial, "max_steps": 2 * half, "log_every": half}))
-    *_, last = train_lines(trial)  # of the second half: the first one compiles
-    per_step = last["tokens"] / last["step"]
-    steps = max(round(60 * settings.head_minutes * last["tokens_per_second"] / per_step), 2)
+    trial_steps = settings.trial_steps
+    run_script(
+        trainer,
+        words(keys | {"output": trial, "max_steps": trial_steps, "log_every": max(trial_steps // TRIAL_LINES, 1)}),
+    )
+    steps = steps_within(60 * settings.head_minutes, train_lines(trial))
     shutil.rmtree(trial)
     release(device)
     print(f"{source.name}: {steps:,} steps, about {settings.head_minutes:.2f} minutes and a start", flush=True)
@@ -79,6 +83,15 @@ def train_head(source, settings, work, device):
     work.keep("heads", source.slug, figures)
 
 
+def steps_within(seconds, lines):
+    """How many steps, at least 2, a head makes in so many seconds.  lines: of its trial, some steps each
+
+    The middle rate of the second half counts: the first steps compile, and a later one may, where a shape is new.
+    """
+    rate = median(line["tokens_per_second"] for line in lines[len(lines) // 2 :])
+    return max(round(seconds * rate * lines[-1]["step"] / lines[-1]["tokens"]), 2)
+
+
 def train_lines(run):
     """The lines of a run's metrics.jsonl about steps."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -92,7 +105,9 @@ def words(keys):
 
 def run_script(module, argv):
     """Run a script of train/ here. KeyboardInterrupt if a signal ended it early."""
-    status = module.main(argv)
-    torch._dynamo.reset()  # else the compiled attention of many runs comes to its limit of shapes, and runs uncompiled
+    try:
+        status = module.main(argv)
+    finally:
+        torch._dynamo.reset()  # else the compiled attention of many runs comes to its limit of shapes, and runs uncompiled
     if status:
         raise KeyboardInterrupt(f"{module.__name__} was ended by signal {status - 128}")

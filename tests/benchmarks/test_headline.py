@@ -1,15 +1,21 @@
 """benchmarks/headline/: every stage at the smallest size, on made-up source and sums; what is refused before long work starts."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from headstart.benchmarks.headline import corpus, families, headline
-from headstart.benchmarks.headline.heads import words
+from headstart.benchmarks.headline.heads import steps_within, words
 from headstart.benchmarks.headline.settings import Settings
+from headstart.benchmarks.headline.target import load_make
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.tests.train.trainings import TRAININGS
+from headstart.train.data.packed.packing import pack
 from headstart.train.data.stdlib_pairs import Pair, is_heldout
 from headstart.train.run.recipe import parse_recipe
 
@@ -112,6 +118,29 @@ def test_nothing_held_out_is_trained_on_and_all_seeds_hold_out_the_same(source, 
     assert found[0] == found[1]
 
 
+def test_a_prompt_that_is_held_out_is_asked_in_no_training_pair_and_measured_once(source, monkeypatch):
+    heldout = [pair for pair in source if is_heldout(pair.module)]
+    taken = [pair for pair in source if not is_heldout(pair.module)]
+    same_prompts = [
+        Pair(taken[0].module, "copy", heldout[0].prompt, "def copy(number):\n    return number - 1_000_000", True),
+        Pair(heldout[1].module, "copy", heldout[1].prompt, "def copy(number):\n    return number - 2_000_000", True),
+    ]
+    monkeypatch.setattr(corpus, "stdlib_source_pairs", lambda further: [*source, *same_prompts])
+    train, measured, _ = corpus.read_code(Settings.at("tiny"), lambda pair: True)
+    prompts = [pair.prompt for pair in measured]
+    assert len(prompts) == len(set(prompts)) == len(heldout)
+    assert not {pair.prompt for pair in train} & set(prompts)
+
+
+def test_what_is_measured_has_the_dtypes_of_what_is_trained_on(source):
+    """Another dtype of the numbers of documents compiles the loss again, within the minutes of training."""
+    make, settings = load_make(), Settings.at("tiny")
+    tokenizer = make.corpus.train_tokenizer(source, 320)
+    measured = corpus.measure_size(source, tokenizer, settings, make).rows
+    trained = make.run.on_device(pack(make.corpus.encode(tokenizer, source), 256), torch.device("cpu"))
+    assert measured.document_ids.dtype == trained.document_ids.dtype
+
+
 @pytest.mark.parametrize("name", [source.name for source in families.HEADS])
 def test_the_trainer_of_a_family_takes_its_keys(name):
     (source,) = families.choose(name)
@@ -125,6 +154,98 @@ def test_the_trainer_of_a_family_takes_its_keys(name):
     }
     assert 3 in depths
     assert recipe.loss == ("lk" if source.rival else "kl")
+
+
+def test_a_step_that_compiles_late_in_the_trial_does_not_shorten_the_run():
+    def line(step, speed):
+        return {"step": step, "tokens": 1000 * step, "tokens_per_second": speed}
+
+    speeds = (50, 1000, 4000, 4000, 4000, 3900, 4100, 4000, 90, 4000)
+    lines = [line(6 * (i + 1), speed) for i, speed in enumerate(speeds)]
+    assert steps_within(60, lines) == 240
+    assert steps_within(0.001, [line(2, 100.0)]) == 2
+
+
+def test_a_part_that_fails_does_not_end_the_others(mathematics, tmp_path, monkeypatch, capsys, one_thread):
+    work = WorkFolder(tmp_path / "work", Settings.at("tiny", math=mathematics))
+
+    def train(source, *given):
+        if source.name == "EAGLE":
+            raise RuntimeError("no such kernel")
+        work.keep("heads", source.slug, {"name": source.name})
+
+    monkeypatch.setattr(headline, "train_head", train)
+    call = ["--work", str(work.folder), "--scale", "tiny", "--math", mathematics, "--stage", "heads"]
+    with pytest.raises(ValueError, match="these parts failed: heads of EAGLE"):
+        headline.main([*call, "--only", "Medusa; EAGLE; EAGLE-3"])
+    assert set(work.all_figures("heads")) == {"medusa", "eagle-3"}
+    assert "no such kernel" in capsys.readouterr().err
+    assert set(json.loads((work.folder / "result.json").read_text())["facts"]["heads"]) == {"medusa", "eagle-3"}
+
+
+def test_a_process_that_fails_leaves_what_it_and_the_others_finished(mathematics, tmp_path, monkeypatch, capsys):
+    settings = Settings.at("tiny", math=mathematics)
+    work = WorkFolder(tmp_path, settings)
+
+    class Child:
+        """Finishes its first part, and fails at the second one."""
+
+        def __init__(self, command, stdout, **others):
+            names = [source.slug for source in families.choose(command[command.index("--only") + 1])]
+            work.keep("heads", names[0], {})
+            stdout.write("no such kernel\n")
+            self.returncode = 2 if len(names) > 1 else 0
+
+        def poll(self):
+            return self.returncode
+
+        wait = poll
+
+    monkeypatch.setattr(headline.subprocess, "Popen", Child)
+    sources = families.choose("Medusa; EAGLE; EAGLE-3")
+    run = headline.Run(settings, work, torch.device("cpu"), sources, 2, ["--work", str(tmp_path)])
+    run.stage("heads")
+    assert run.failed == ["heads of eagle-3"]
+    assert "no such kernel" in capsys.readouterr().out
+    monkeypatch.setattr(work, "keep", lambda *given: None)
+    with pytest.raises(ValueError, match="no part of acceptance was finished"):
+        run.stage("acceptance")
+
+
+CHILD = """
+import time
+from headstart.benchmarks.headline import headline
+headline.Run.stage = lambda *given: (print("begun", flush=True), time.sleep(60))
+headline.main({call!r})
+"""
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True)
+while "begun" not in child.stdout.readline():
+    pass
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_a_part_ends_with_the_process_that_divided_the_parts(mathematics, tmp_path):
+    """Else the same command would find it still training into the folder."""
+    call = ["--work", str(tmp_path / "work"), "--scale", "tiny", "--math", mathematics, "--stage", "heads", "--child"]
+    parent = PARENT.format(child=CHILD.format(call=call))
+    done = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=120)
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """Whether there is such a process that has not ended; one without a parent may stay as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):

@@ -34,6 +34,8 @@ class StopSignals:
 
     def agreed(self, accelerator):
         """Whether any rank was asked to stop. All ranks call it at the same point, so that they leave together."""
+        if accelerator.num_processes == 1:  # without a word to the device: the answer would wait for all its work
+            return bool(self.requested)
         asked = torch.tensor([float(bool(self.requested))], device=accelerator.device)
         return accelerator.reduce(asked, "sum").item() > 0
 
@@ -49,8 +51,13 @@ def leave_with_launcher():
     Accelerate's launcher for a single process does not pass SIGTERM on, and no launcher can pass SIGKILL on. Without this call the
     training would continue as an orphan, beside the new process that resumes the run.
     """
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and sys.platform == "linux":
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        leave_with_parent()
+
+
+def leave_with_parent():
+    """Have the kernel send this process SIGTERM when its parent dies, on Linux."""
+    if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 

@@ -1,10 +1,14 @@
 """How a training script ends: train/run/stopping.py."""
 
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from headstart.train.run.stopping import StopSignals
 
 SCRIPT = """
 import sys
@@ -62,3 +66,11 @@ def test_a_process_of_a_group_ends_without_finalising_python(argv, said):
     """Threads of the group that want Python's lock while it is finalised abort the process."""
     done = subprocess.run([sys.executable, "-c", GROUP, *argv], stdout=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (3, said)
+
+
+def test_one_process_sees_its_signal_without_asking_its_device():
+    alone = SimpleNamespace(num_processes=1)  # nothing that a tensor could be made on
+    with StopSignals() as stop:
+        assert stop.agreed(alone) is False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(alone) is True
