@@ -235,7 +235,9 @@ def test_command_measures_on_the_named_sets_of_a_run_in_turn(target_folder, head
         raise ValueError("enough")
 
     monkeypatch.setattr("headstart.evaluation.acceptance.measure_acceptance", measure)
-    monkeypatch.setattr("headstart.inference.prompt_files.render_chat", lambda _, messages: messages[0]["content"])
+    monkeypatch.setattr(
+        "headstart.inference.prompt_files.render_chat", lambda _, messages, tools: messages[0]["content"]
+    )
     assert main(["tree", str(run), "--model", str(target_folder), "--num-prompts", "5"]) == 2
     assert "enough" in capsys.readouterr().err
     assert taken == ["a", "d", "f", "b", "e"]
