@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import jinja2
 import numpy as np
@@ -24,6 +25,7 @@ from .message_fields import split_tools
 from .packed.documents import Collected, Documents
 from .packed.parts import EncodedBatch, Seen
 from .packed.pieces import latest_turns, one_per_answer, split_at_turns
+from .packed.slices import Borders, Slices
 from .packed.texts import TextEncoder
 from .packed.workers import batches_of, encode_batches
 from .sources.records import excerpt
@@ -145,6 +147,7 @@ class _Encoder:
         self.has_markers = bool(_GENERATION.search(tokenizer.get_chat_template()))
         self.special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special |= {tokenizer.eos_token_id} - {None}
+        self.borders = Borders(tokenizer)
         self._blank = {}  # of token ids: whether they are whitespace
 
     def encode(self, batch: Sequence[list[dict]]) -> list[tuple[list[int], list[bool]] | Unencodable]:
@@ -291,16 +294,25 @@ class _Encoder:
         """[(messages, ids, supervised)] of a document: in pieces, if it is longer than a row and the template encodes them."""
         if not self.row_length or len(ids) <= self.row_length:
             return [(messages, ids, supervised)]
-        pieces = (latest_turns if self.alone else split_at_turns)(messages, self._fits, self.row_length / len(ids))
-        found = self.encode(pieces)
+        slices = Slices(messages, self._text, partial(render, self.tokenizer), ids, supervised, self.borders)
+        choose = latest_turns if self.alone else split_at_turns
+        pieces = choose(messages, lambda piece: self._fits(piece, slices), self.row_length / len(ids))
+        found = [self._piece(piece, slices) for piece in pieces]
         if pieces in ([], [messages]) or any(isinstance(one, Unencodable) for one in found):
             return [(messages, ids, supervised)]
         seen.long += 1
         seen.pieces += len(pieces)
         return [(piece, *one) for piece, one in zip(pieces, found)]
 
-    def _fits(self, messages) -> bool:
+    def _piece(self, piece, slices):
+        """What `encode` finds of one piece."""
+        found = slices.of(piece)
+        return found if found and any(found[1]) and not all(found[1]) else self.encode([piece])[0]
+
+    def _fits(self, messages, slices) -> bool:
         """Whether a part of a conversation fits into a row."""
+        if found := slices.of(messages):
+            return len(found[0]) <= self.row_length
         try:
             text = self._text(messages)
         except (jinja2.TemplateError, TypeError, Unencodable):

@@ -13,7 +13,7 @@ def split_at_turns(messages: list[dict], fits: Callable[[list[dict]], bool], sha
 
     fits: whether a part fits; share: of the conversation, about what fits, so that few parts have to be tried
     """
-    starts, pieces, first = _exchanges(messages), [], 0
+    starts, pieces, first = exchanges(messages), [], 0
     while first < len(starts):
         last = first + _most(
             len(starts) - first,
@@ -27,7 +27,7 @@ def split_at_turns(messages: list[dict], fits: Callable[[list[dict]], bool], sha
 
 def latest_turns(messages: list[dict], fits: Callable[[list[dict]], bool], share: float) -> list[list[dict]]:
     """The end of a conversation, as the only piece: as many exchanges as fit, and at least one. Arguments of split_at_turns."""
-    starts = _exchanges(messages)
+    starts = exchanges(messages)
     end = len(starts)
     expected = _expected(messages, starts, range(end - 1, -1, -1), share)
     count = _most(end, lambda count: fits(_piece(messages, starts, end - count, end)), expected)
@@ -45,8 +45,8 @@ def _counts(message):
     return message.get("weight") != 0
 
 
-def _exchanges(messages):
-    """Where each exchange begins."""
+def exchanges(messages: list[dict]) -> list[int]:
+    """Where each exchange begins: numbers of messages."""
     first = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
     answered = [message["role"] in ("assistant", "tool") for message in messages]
     later = [place for place in range(first + 1, len(messages)) if answered[place - 1] and not answered[place]]
