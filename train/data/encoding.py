@@ -306,12 +306,17 @@ class _Encoder:
 
     def _piece(self, piece, slices):
         """What `encode` finds of one piece."""
-        found = slices.of(piece)
+        found = self._sliced(piece, slices)
         return found if found and any(found[1]) and not all(found[1]) else self.encode([piece])[0]
+
+    @staticmethod
+    def _sliced(piece, slices):
+        with contextlib.suppress(jinja2.TemplateError, TypeError, Unencodable):
+            return slices.of(piece)
 
     def _fits(self, messages, slices) -> bool:
         """Whether a part of a conversation fits into a row."""
-        if found := slices.of(messages):
+        if found := self._sliced(messages, slices):
             return len(found[0]) <= self.row_length
         try:
             text = self._text(messages)

@@ -8,9 +8,6 @@ else. Where either does not hold, there is no slice, and the piece is encoded fo
 import re
 from collections.abc import Callable
 
-import jinja2
-
-from ..answer_spans import Unencodable
 from .pieces import exchanges
 
 Text = Callable[[list[dict]], str]
@@ -54,14 +51,8 @@ class Slices:
         self._places = {}  # of a message: where it begins in the whole text
 
     def of(self, piece):
-        """(ids, supervised) of a piece (pieces.py), or None."""
-        if self.borders is None:
-            return None
-        try:
-            found = self._ranges(piece)
-        except (jinja2.TemplateError, TypeError, Unencodable):
-            return None
-        if found is None:
+        """(ids, supervised) of a piece (pieces.py), or None. Raises what `text` and `before` raise."""
+        if self.borders is None or (found := self._ranges(piece)) is None:
             return None
         ids, supervised = [], []
         for first, last in found:
