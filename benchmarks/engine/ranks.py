@@ -1,8 +1,8 @@
 """`headstart bench ranks`: the same random model on one rank and on several, in one run: steps, first tokens, tokens per second.
 
-Plain decoding through the session that LLM.generate drives, in the steady state. With a head also steps that draft a chain, of
-which a random head's tokens are hardly ever accepted: with the head's own lm_heads whole on each rank and divided among them. *of
-one* is the time of a step over that of the first size on the same requests. The floor is that of one rank's own weights, keys and
+Plain decoding through the session that LLM.generate drives, in the steady state. With a head also steps that draft a chain, once
+with the head's own lm_heads whole on each rank and once divided; its weights are random, so hardly a token is accepted. *of one* is
+the time of a step over that of the first size on the same requests. The floor is that of one rank's own weights, keys and
 values; what ranks hand to each other is left out of it, so the distance to it shows what that costs. Outputs are compared: `same`
 says whether all tokens are those of the first size without drafts, which is promised where products are cut alike (docs/engine.md,
 Several ranks).
@@ -76,14 +76,14 @@ def bench_ranks(settings, device, dtype, command, output=None, commit=None):
             save_random_head(settings.head, config, depth, Path(folder, "head"), **where)
         bench = RanksBench(settings, config, str(device), dtype, length, rates, Path(folder, "head"), report)
         for size in settings.sizes:
-            bench.plainly(size)
+            bench.measure_plain(size)
             for placed in placings(size) if settings.head else ():
-                bench.drafting(size, placed)
+                bench.measure_drafts(size, placed)
     return report.finish()
 
 
 def placings(size):
-    """draft_tensor_parallel_size of so many ranks -> {1: whole on each rank, size: divided among them}."""
+    """{draft_tensor_parallel_size: how the lm_heads of a head lie} of so many ranks."""
     return {1: "whole", size: "divided"} if size > 1 else {1: "whole"}
 
 
@@ -96,17 +96,15 @@ class RanksBench:
         self.first = {}  # (what, whether drafted): the first size's row
         self.tokens = {}  # what: the first size's tokens without drafts
 
-    def plainly(self, size):
-        settings = self.settings
+    def measure_plain(self, size):
         with self.llm(size) as llm:
-            found = first_tokens(llm, settings) | self.steps(llm)
+            found = first_tokens(llm, self.settings) | self.steps(llm)
         self.add(size, None, found)
 
-    def drafting(self, size, placed):
-        depth = (
-            {"num_speculative_tokens": self.settings.num_speculative_tokens} if self.settings.head != "medusa" else {}
-        )
-        speculative = {"model": str(self.folder), "draft_tensor_parallel_size": placed} | depth
+    def measure_drafts(self, size, placed):
+        """placed: draft_tensor_parallel_size"""
+        depth = self.settings.num_speculative_tokens
+        speculative = {"model": str(self.folder), "draft_tensor_parallel_size": placed, "num_speculative_tokens": depth}
         with self.llm(size, speculative_config=speculative) as llm:
             found = self.steps(llm)
         self.add(size, f"{self.settings.head}, {placings(size)[placed]}", found)

@@ -43,7 +43,10 @@ def main(arguments=None):
     parser.add_argument("--shape", required=True, help="of the target: a name, or a folder with a config.json")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
     parser.add_argument(
-        "--reference", type=int, default=1, help="number of ranks that answer first (default 1; --ranks: none fits one)"
+        "--reference",
+        type=int,
+        default=1,
+        help="number of ranks that answer first (default 1); for a model that no card holds, that of --ranks",
     )
     parser.add_argument("--invariant", type=int, help="tensor_parallel_invariant of one rank and of several")
     parser.add_argument("--draft", action="append", choices=WAYS, help="may be given again (default: all)")

@@ -31,7 +31,7 @@ def add_options(parser):
     parser.add_argument(
         "--head",
         choices=HEADS,
-        help="also time steps that draft a chain, which a random head's tokens hardly ever extend",
+        help="also time steps that draft a chain, with a head of random weights",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=4, help="depth of the head's drafts (default 4)")
     add_measurement(parser)

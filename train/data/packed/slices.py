@@ -1,8 +1,8 @@
 """Pieces of a long conversation as slices of its own tokens: nothing is encoded again to see whether it fits.
 
-A piece is the whole text's head and some exchanges, T[:c] + T[a:b], if the chat template writes them so, which is looked up. Its
-tokens are those of the whole if a special token begins at c, a and b: tokenizers cut the text there before they look at anything
-else. Where either does not hold, there is no slice, and the piece is encoded for itself.
+Most chat templates write a piece as T[:c] + T[a:b], where T is the text of the whole: what goes with every piece, and some
+exchanges. The piece is rendered and compared with that. Its tokens are those of the whole if a special token begins at c, a and b,
+because a tokenizer cuts the text there before it does anything else. If either fails, there is no slice: encode the piece itself.
 """
 
 import re
