@@ -6,7 +6,7 @@
 An engine's decisions follow from the requests it was given and from its own tokens, and every rank has all logits. So ranks that
 are told the same requests in the same order, before the same steps, schedule the same rows and draw the same tokens. What is
 measured differs from rank to rank: the seconds of a step, from which the depth of drafts is chosen (adaptive.py). So rank 0's are
-sent with its next step.
+sent with its next step. After a step they compare what they drew: ranks that part would go on, with wrong tokens, unnoticed.
 
 What a caller asks between two steps is kept until the next one: requests, cancellations, a forgotten prefix cache. Ctrl-C waits
 for the end of a step. A step that raises on any rank ends all of them: what the others have computed by then is not known.
@@ -14,6 +14,8 @@ for the end of a step. A step that raises on any rank ends all of them: what the
 
 import signal
 import threading
+import zlib
+from array import array
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from ..checked_prompt import CheckedPrompt
 from ..models.transport import RankLost
 from ..session import Session
-from .processes import receive
+from .processes import receive, send
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class LeadingSession(Session):
                 self.ranks.send(TakeStep(before, self.engine.plan.take_measured(), self.engine.record_candidates))
                 advanced = self.engine.step()
                 self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
+                if advanced:
+                    self.ranks.compare(digest_of(advanced))
                 return advanced
             except BaseException as error:
                 # Where a rank has ended, what else went wrong came of void results.
@@ -157,10 +161,21 @@ def follow(llm, connection):
                 engine.reset_prefix_cache()
         engine.plan.settle(step.measured)
         engine.record_candidates = step.recording
-        for request in engine.step():
+        advanced = engine.step()
+        if advanced:
+            send(connection, digest_of(advanced))
+        for request in advanced:
             if request.finished:
                 requests.pop(request.request_id, None)
         engine.recorded.clear()
+
+
+def digest_of(advanced):
+    """One number for what a step gave its requests: of each, which it is, how many tokens it has, and the newest one."""
+    numbers = array("q")
+    for request in advanced:
+        numbers.extend((*request.request_id, len(request.output_token_ids), *request.output_token_ids[-1:]))
+    return zlib.crc32(numbers)
 
 
 @contextmanager

@@ -5,6 +5,7 @@
         ranks.begin(arguments)         # they build the same LLM
         ...
     ranks.send(message)                # to all of them
+    ranks.compare(digest)              # with what each of them sends
 
 This process is rank 0. When a rank ends, all others are ended, and whoever uses the group next is told why (RanksEnded). The
 ranks end when this process closes their connection, is gone, or drops the group; Ctrl-C goes to this process alone.
@@ -133,6 +134,7 @@ class RankProcesses:
 
     def __init__(self, size):
         self.size, self._failure, self._lock = size, None, threading.Lock()
+        self._failed = {}  # rank: its last message, where that was received in the place of another
         self._group = group = _Group(tempfile.mkdtemp(prefix="headstart-ranks-"))
         self._finalizer = weakref.finalize(self, group.close)
         for _ in range(1, size):
@@ -171,6 +173,24 @@ class RankProcesses:
         """To all ranks. Raises RanksEnded."""
         for connection in self._group.connections:
             self._send(connection, message)
+
+    def compare(self, digest):
+        """Wait for what each rank says of its last step. RanksEnded if one says another thing than this one, or has ended."""
+        for rank, connection in enumerate(self._group.connections, 1):
+            try:
+                said = receive(connection)
+            except (EOFError, OSError) as error:
+                raise self.fault() from error
+            if isinstance(said, Failed):
+                self._failed[rank] = said
+                raise self.fault()
+            if said != digest:
+                self._failure = RanksEnded(
+                    f"rank {rank} of {self.size} drew other tokens than rank 0, which never may be: a fault of Headstart, or of a "
+                    "GPU. All ranks were ended: build the LLM anew, and please report it with its arguments"
+                )
+                self.end()
+                raise self._failure
 
     def check(self):
         """RanksEnded if the group has ended."""
@@ -230,14 +250,14 @@ class RankProcesses:
 
     def _explained(self, rank, status):
         name, connection = f"rank {rank} of {self.size}", self._group.connections[rank - 1]
+        failed = self._failed.get(rank)
         with contextlib.suppress(EOFError, OSError):
-            while connection.poll():
+            while failed is None and connection.poll():
                 message = receive(connection)
-                if isinstance(message, Failed):
-                    if message.is_users:
-                        return ValueError(message.reason)
-                    return RanksEnded(
-                        f"{name} failed: {message.reason}. The other ranks were ended: build the LLM anew"
-                    )
+                failed = message if isinstance(message, Failed) else None
+        if failed is not None and failed.is_users:
+            return ValueError(failed.reason)
+        if failed is not None:
+            return RanksEnded(f"{name} failed: {failed.reason}. The other ranks were ended: build the LLM anew")
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return RanksEnded(f"{name} {how}, and the other ranks with it: build the LLM anew")

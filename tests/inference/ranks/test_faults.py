@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from headstart.inference.engine.engine import Engine
 from headstart.inference.llm import LLM
 from headstart.inference.models import weights
 from headstart.inference.models.transport import GlooRanks
@@ -75,6 +76,27 @@ def test_what_goes_wrong_in_another_rank_is_told(divided_folder, forked_llm, mon
     monkeypatch.setattr(worker, "LLM", fail)
     with pytest.raises(raised, match=told):
         forked_llm(divided_folder, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_draws_another_token_ends_all(divided_folder, forked_llm, monkeypatch, size):
+    """The last rank takes another fifth token than it drew."""
+    owner, usual = os.getpid(), Engine._hand_back
+
+    def changed(engine, request, tokens, logprobs):
+        place = 4 - len(request.output_token_ids)
+        if os.getpid() != owner and engine.decoder.ranks.rank == size - 1 and 0 <= place < len(tokens):
+            tokens = [*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :]]
+        return usual(engine, request, tokens, logprobs)
+
+    monkeypatch.setattr(Engine, "_hand_back", changed)
+    llm = forked_llm(divided_folder, size)
+    assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
+    pids, told = llm.session.ranks.pids, f"^rank {size - 1} of {size} drew other tokens than rank 0"
+    for _ in range(2):
+        with pytest.raises(RanksEnded, match=told):
+            llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=8))
+    assert_gone(pids)
 
 
 def test_an_error_here_while_the_ranks_start_ends_them(divided_folder, forked_llm, monkeypatch):
