@@ -20,7 +20,8 @@ from .conversations import Chosen, Source, load_conversations
 from .encoding import BATCH, choose_encodable, encode_places
 from .held_out import choose_held_out, eval_sets, first_of_each_set, in_all, in_turn
 from .packed.blend import BlendedDocuments, BlendedRows, rows_per_epoch
-from .packed.packing import DocumentRows, lay_out
+from .packed.layout import laid_out
+from .packed.packing import DocumentRows
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
 from .packed.workers import num_workers
 from .sources.data_sets import data_sets
@@ -241,8 +242,7 @@ def build_rows(documents, row_length, pad_token_id, note, kind="documents"):
     """
     if isinstance(documents, BlendedDocuments):
         return _blend_rows(documents, row_length, pad_token_id, note, kind)
-    packed = lay_out(documents, row_length, pad_token_id or 0)
-    counts = packed.count_labels()
+    packed, counts = laid_out(documents, row_length, pad_token_id or 0)
     kept = counts > 0
     if not kept.any():
         raise ValueError(

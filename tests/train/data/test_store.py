@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from headstart.tests.train.data.conftest import Process
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
 from headstart.train.data import rows, stdlib_pairs
-from headstart.train.data.packed import store
+from headstart.train.data.packed import layout, store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
 from headstart.train.data.rows import build_rows
@@ -72,6 +72,40 @@ def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
     assert rows.fingerprint(build_rows(found[0], 40, 0, print)[0]) != 7
     assert "the data are packed" in first[-1]
     assert "the data were packed on" in again[0]
+
+
+def test_which_documents_share_a_row_is_worked_out_once(recipe, load, monkeypatch):
+    found = {}
+    for _ in range(2):
+        documents, *_ = load(recipe())
+        for length in (48, 40):
+            built, labels = build_rows(documents, length, 0, print)
+            kept = rows.fingerprint(built), labels.tolist(), built.num_cut
+            assert found.setdefault(length, kept) == kept
+        monkeypatch.setattr(layout, "lay_out", lambda documents, length, _: refuse(print))
+    assert found[48] != found[40]
+    with pytest.raises(AssertionError, match="encoded again"):  # other labels, which are not kept
+        build_rows(documents.all_supervised(), 48, 0, print)
+
+
+@pytest.mark.parametrize("damage", ["cut", "other bytes", "other documents"])
+def test_a_damaged_layout_is_worked_out_anew(recipe, load, damage):
+    documents, *_ = load(recipe())
+    expected, labels = build_rows(documents, 48, 0, print)
+    path = documents.folder / "layout-48.npz"
+    whole = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "other bytes":
+        path.write_bytes(whole.replace(expected.order.tobytes(), bytes(expected.order.nbytes)))
+    else:
+        arrays = dict(order=expected.order + len(documents), starts=expected.starts, labels=labels)
+        np.savez(path, **arrays)
+    again, counts = build_rows(documents, 48, 0, print)
+    assert again.order.tolist() == expected.order.tolist()
+    assert counts.tolist() == labels.tolist()
+    with np.load(path) as file:
+        assert file["order"].tolist() == expected.order.tolist()
 
 
 @pytest.mark.parametrize(
