@@ -125,8 +125,9 @@ def _rotary_kv_write(
     cache_row = (place // PAGE * HK + head) * PAGE + place % PAGE
     place = layer_kv + cache_row[:, None] * D + i[None, :]
     if is_v:
-        tl.store(place + num_cache_rows * D, a, mask=mask)
-        tl.store(place + num_cache_rows * D + D // 2, b, mask=mask)
+        place += num_cache_rows.to(tl.int64) * D  # beyond 2^31 where many positions are cached
+        tl.store(place, a, mask=mask)
+        tl.store(place + D // 2, b, mask=mask)
     else:
         if q_norm is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
             if is_q:

@@ -154,3 +154,16 @@ def test_shapes_that_do_not_fit_are_refused():
     arguments[1] = arguments[1][:-1]
     with pytest.raises(ValueError, match="positions and cache rows"):
         rotary_kv_write(*arguments, 4, 2)
+
+
+def test_values_land_in_a_cache_of_more_than_2_to_the_31_elements(kernel_device):
+    """Those of an EAGLE head that serves a small target on a large GPU. On a CPU only what is written takes memory."""
+    (qkv, positions, cos, sin, places, small), _ = make(kernel_device, torch.float16, 2, 1, 128, rows=3)
+    try:
+        kv = torch.empty(2, 2**24 + PAGE, 128, dtype=torch.float16, device=kernel_device)
+    except RuntimeError:
+        pytest.skip("9 GB cannot be allocated")
+    far = torch.tensor([5, 2**24, 2**24 + PAGE - 1], device=kernel_device)
+    for where, cache in ((places, small), (far, kv)):
+        rotary_kv_write(qkv, positions, cos, sin, where, cache, 2, 1)
+    assert torch.equal(kv[:, far], small[:, places])
