@@ -3,8 +3,8 @@
     rms_norm(x, w)        = round(x / sqrt(mean(x^2) + eps)) * w                           x [..., H], w [H] -> [..., H]
     add_rms_norm(x, r, w) : s = r + round(multiplier * round(x)); returns (rms_norm(s, w), s)
 
-x of add_rms_norm may come in parts [S, M, H]: they are added in order in fp32 and rounded once. Sums run in fp32 over one row at a
-time, one program per row with a block that depends on H alone. Not supported: LayerNorm's mean subtraction, biases.
+x of add_rms_norm may come in parts [S, M, H]: they are added in fp32, in order or in pairs, and rounded once. Sums run in fp32 over
+one row at a time, one program per row with a block that depends on H alone. Not supported: LayerNorm's mean subtraction, biases.
 """
 
 import torch
@@ -21,15 +21,17 @@ def rms_norm_reference(x, w, eps):
     return (wide * scale).to(x.dtype) * w
 
 
-def add_rms_norm_reference(x, residual, w, eps, multiplier=1.0):
+def add_rms_norm_reference(x, residual, w, eps, multiplier=1.0, in_pairs=False):
     """The formula in plain torch.  x [M, H] or [S, M, H], residual [M, H], w [H] -> two [M, H]"""
-    residual = add_residual(x, residual, multiplier)
+    residual = add_residual(x, residual, multiplier, in_pairs)
     return rms_norm_reference(residual, w, eps), residual
 
 
-def add_residual(x, residual, multiplier=1.0):
+def add_residual(x, residual, multiplier=1.0, in_pairs=False):
     """residual + round(multiplier * round(x)) in plain torch.  x [M, H] or parts [S, M, H], residual [M, H] -> [M, H]"""
     if x.dim() == 3:
+        if in_pairs and len(x) == 4:
+            x = x[0::2] + x[1::2]
         total = x[0]
         for part in x[1:]:
             total = total + part
@@ -47,9 +49,9 @@ def _norm(x, w, eps):
 @jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
-    S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    S: tl.constexpr, PAIRS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used."""
+    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used. PAIRS: of four parts"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -59,7 +61,12 @@ def _add_rms_norm(
     weight = tl.load(w + column, mask=inside, other=0.0)
     h = tl.load(residual + at, mask=inside, other=0.0)
     if S > 0:
-        x = sum_parts(parts, at, num_rows.to(tl.int64) * width, inside, S, h.dtype)
+        stride = num_rows.to(tl.int64) * width
+        if PAIRS:
+            first = sum_parts(parts, at, stride, inside, 2, tl.float32)
+            x = (first + sum_parts(parts + 2 * stride, at, stride, inside, 2, tl.float32)).to(h.dtype)
+        else:
+            x = sum_parts(parts, at, stride, inside, S, h.dtype)
         if SCALED:
             x = (x.to(tl.float32) * multiplier).to(h.dtype)
         h = (x.to(tl.float32) + h.to(tl.float32)).to(h.dtype)
@@ -75,7 +82,7 @@ def num_warps(block):
     return min(max(block // 512, 1), 16)
 
 
-def _launch(parts, residual, w, eps, multiplier):
+def _launch(parts, residual, w, eps, multiplier, in_pairs=False):
     """parts [S, M, H] or None, residual [M, H]  ->  (normed, total), each [M, H]"""
     if w.dtype != residual.dtype:
         raise ValueError(f"the norm's weight must be {residual.dtype} like the rows, got {w.dtype}")
@@ -87,7 +94,7 @@ def _launch(parts, residual, w, eps, multiplier):
     if rows:
         _add_rms_norm[(rows,)](
             None if parts is None else aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
-            0 if parts is None else parts.shape[0], multiplier != 1, block,
+            0 if parts is None else parts.shape[0], in_pairs and parts.shape[0] == 4, multiplier != 1, block,
             num_warps=num_warps(block), enable_fp_fusion=False, **overlap(residual),
         )  # fmt: skip
     return normed, total
@@ -108,11 +115,11 @@ def rms_norm(x, w, eps):
     return _launch(None, x.reshape(-1, x.shape[-1]), w, eps, 1.0)[0].view(x.shape)
 
 
-def add_rms_norm(x, residual, w, eps, multiplier=1.0):
+def add_rms_norm(x, residual, w, eps, multiplier=1.0, in_pairs=False):
     """Residual addition and RMSNorm: (rms_norm(s, w), s) with s = residual + round(multiplier * round(x)).
 
-    x [M, H], or parts [S, M, H] to be added in order; residual [M, H], w [H] -> two [M, H] in the dtype of residual.
-    Raises ValueError for shapes that do not fit.
+    x [M, H], or parts [S, M, H] to be added in order (in_pairs: of four the first two, the last two, then both sums); residual
+    [M, H], w [H] -> two [M, H] in the dtype of residual. Raises ValueError for shapes that do not fit.
     """
     if residual.dim() != 2 or x.shape[-2:] != residual.shape or x.dim() not in (2, 3) or residual.shape[1:] != w.shape:
         raise ValueError(
@@ -120,6 +127,6 @@ def add_rms_norm(x, residual, w, eps, multiplier=1.0):
             f"{tuple(x.shape)}, {tuple(residual.shape)} and {tuple(w.shape)}"
         )
     if not on_triton(residual):
-        residual = add_residual(x, residual, multiplier)
+        residual = add_residual(x, residual, multiplier, in_pairs)
         return _norm(residual, w, eps), residual
-    return _launch(x if x.dim() == 3 else x[None], residual, w, eps, multiplier)
+    return _launch(x if x.dim() == 3 else x[None], residual, w, eps, multiplier, in_pairs)

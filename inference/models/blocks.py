@@ -30,6 +30,8 @@ class Linear(NamedTuple):
     bias: torch.Tensor | None = None  # [N]
     splits: int | None = None  # ranges of K on a GPU, of a product with more features than these; None: by this shape
 
+    in_pairs = False  # how the next kernel adds four parts
+
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
         return linear_parts(x, self.weight, self.bias, splits=self.splits)
@@ -65,17 +67,18 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm of the residual stream; multiplier: of the sums that are added to the stream first."""
+    """RMSNorm of the residual stream.  multiplier: of the sums that are added to it first; in_pairs: of the product before"""
 
     weight: torch.Tensor  # [H]
     eps: float
     multiplier: float = 1.0
+    in_pairs: bool = False
 
     def __call__(self, residual, parts=None):
         """Add the partial sums of a product (None: nothing) and norm.  [M, H], [S, M, H] -> normed [M, H], residual [M, H]"""
         if parts is None:
             return rms_norm(residual, self.weight, self.eps), residual
-        return add_rms_norm(parts, residual, self.weight, self.eps, self.multiplier)
+        return add_rms_norm(parts, residual, self.weight, self.eps, self.multiplier, self.in_pairs)
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,13 @@ class Layer:
         """A Layer of LayerWeights; attention: heads, rotary and options, as Attention has them."""
         input_norm = weights.input_norm
         return cls(
-            input_norm=None if input_norm is None else Norm(input_norm, eps, residual_multiplier),
+            input_norm=None
+            if input_norm is None
+            else Norm(input_norm, eps, residual_multiplier, weights.down.in_pairs),
             attention=Attention(
                 qkv=weights.qkv, out=weights.out, q_norm=weights.q_norm, k_norm=weights.k_norm, eps=eps, **attention
             ),
-            post_norm=Norm(weights.post_norm, eps, residual_multiplier),
+            post_norm=Norm(weights.post_norm, eps, residual_multiplier, weights.out.in_pairs),
             mlp=GatedMLP(weights.gate_up, weights.down),
         )
 

@@ -155,7 +155,7 @@ class Decoder:
             )
             for layer, window in zip(weights.layers, architecture.windows(config))
         ]
-        self.norm = Norm(weights.norm, eps, architecture.residual_multiplier)
+        self.norm = Norm(weights.norm, eps, architecture.residual_multiplier, weights.layers[-1].down.in_pairs)
 
     @property
     def is_whole(self):

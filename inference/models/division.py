@@ -6,7 +6,7 @@
 - q, k, v and gate, up are divided by features: whole heads, and stretches of the intermediate features. Key heads fewer than the
   ranks are held by several. The embedding and lm_head are divided by tokens, the last parts zero-padded.
 - o and down are divided along K, in ranges. Their fp32 sums are added as a binary tree: neighbours first, those of one rank by that
-  rank, so each hands on one sum; the last two by the next kernel, as it adds the two ranges of one GPU's product. Where one device
+  rank, so each hands on one sum; the last four by the next kernel, as it adds the two ranges of one GPU's product. Where one device
   cuts these products into two ranges, two ranks give its bits; `invariant` cuts them into that many ranges on any N that divides
   it, 1 included (arXiv 2511.17826). Else every rank has one range, and the bits are those of this N alone (`keeps_bits`).
 - Norms, and everything after the logits, are computed by every rank.
@@ -44,6 +44,7 @@ class RowParallel:
     """
 
     splits = 1  # a range is not cut further
+    in_pairs = True  # as the sums of ranks before them
 
     weights: tuple
     bias: torch.Tensor | None
@@ -55,7 +56,7 @@ class RowParallel:
         return self.ranks.shares(num_rows, len(weight), weight.dtype) if len(self.weights) == 1 else None
 
     def parts(self, x):
-        """Sums for the next kernel to add in order, two where N is a power of two, or what they add up to.
+        """Sums for the next kernel to add in pairs, at most four where N is a power of two, or what they add up to.
 
         x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype
         """
@@ -65,12 +66,12 @@ class RowParallel:
                 return total[None]
         slot, start, sums = self.ranks.slot((len(x), self.shape[0]), torch.float32), 0, []
         if len(self.weights) == 1:
-            return in_pairs(self.ranks.gather(linear_sums(x, self.weights[0], self.bias, slot)), 2)
+            return in_pairs(self.ranks.gather(linear_sums(x, self.weights[0], self.bias, slot)), 4)
         for weight in self.weights:
             stop = start + weight.shape[1]
             sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
             start = stop
-        return in_pairs(self.ranks.gather(torch.add(*in_pairs(torch.stack(sums), 2), out=slot)), 2)
+        return in_pairs(self.ranks.gather(torch.add(*in_pairs(torch.stack(sums), 2), out=slot)), 4)
 
     def _write_sums(self, x, rows, out, late):
         linear_sums(x[rows], self.weights[0], self.bias, out, late)

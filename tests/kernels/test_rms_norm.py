@@ -48,6 +48,19 @@ def test_addition_rounds_like_the_reference(kernel_device, parts, multiplier):
         assert relative_error(normed.cpu(), expected.double()) < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
+def test_four_parts_are_added_in_pairs_where_ranks_added_in_pairs_before(kernel_device):
+    torch.manual_seed(0)
+    parts, residual = torch.randn(4, 5, 100, device=kernel_device), torch.randn(5, 100, device=kernel_device)
+    w = torch.rand(100, device=kernel_device)
+    normed, total = add_rms_norm(parts, residual, w, 1e-5, in_pairs=True)
+    assert torch.equal(total, residual + ((parts[0] + parts[1]) + (parts[2] + parts[3])))
+    assert torch.equal(normed, rms_norm(total, w, 1e-5))
+    assert not torch.equal(add_rms_norm(parts, residual, w, 1e-5)[1], total)
+    for fewer in (parts[:2], parts[:3]):
+        both = [add_rms_norm(fewer, residual, w, 1e-5, in_pairs=pairs)[1] for pairs in (True, False)]
+        assert torch.equal(*both)
+
+
 def test_leading_axes_are_kept(kernel_device):
     x, w = torch.randn(2, 3, 24, device=kernel_device), torch.rand(24, device=kernel_device)
     assert torch.equal(rms_norm(x, w, 1e-5), rms_norm(x.view(6, 24), w, 1e-5).view(2, 3, 24))
