@@ -51,7 +51,7 @@ def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
     S: tl.constexpr, PAIRS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used. PAIRS: of four parts"""
+    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used. PAIRS: four parts in pairs"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width

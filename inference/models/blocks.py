@@ -30,7 +30,7 @@ class Linear(NamedTuple):
     bias: torch.Tensor | None = None  # [N]
     splits: int | None = None  # ranges of K on a GPU, of a product with more features than these; None: by this shape
 
-    in_pairs = False  # how the next kernel adds four parts
+    in_pairs = False  # whether the norm adds four parts in pairs
 
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
@@ -67,7 +67,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm of the residual stream.  multiplier: of the sums that are added to it first; in_pairs: of the product before"""
+    """RMSNorm of the residual stream.
+
+    multiplier: of the sums that are added to it first; in_pairs: whether four parts of them are added in pairs
+    """
 
     weight: torch.Tensor  # [H]
     eps: float

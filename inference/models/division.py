@@ -6,7 +6,7 @@
 - q, k, v and gate, up are divided by features: whole heads, and stretches of the intermediate features. Key heads fewer than the
   ranks are held by several. The embedding and lm_head are divided by tokens, the last parts zero-padded.
 - o and down are divided along K, in ranges. Their fp32 sums are added as a binary tree: neighbours first, those of one rank by that
-  rank, so each hands on one sum; the last four by the next kernel, as it adds the two ranges of one GPU's product. Where one device
+  rank, so each hands on one sum; up to four by the next kernel, as it adds the two ranges of one GPU's product. Where one device
   cuts these products into two ranges, two ranks give its bits; `invariant` cuts them into that many ranges on any N that divides
   it, 1 included (arXiv 2511.17826). Else every rank has one range, and the bits are those of this N alone (`keeps_bits`).
 - Norms, and everything after the logits, are computed by every rank.
@@ -44,7 +44,7 @@ class RowParallel:
     """
 
     splits = 1  # a range is not cut further
-    in_pairs = True  # as the sums of ranks before them
+    in_pairs = True  # the tree goes on in the norm
 
     weights: tuple
     bias: torch.Tensor | None

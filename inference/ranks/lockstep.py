@@ -6,7 +6,7 @@
 An engine's decisions follow from the requests it was given and from its own tokens, and every rank has all logits. So ranks that
 are told the same requests in the same order, before the same steps, schedule the same rows and draw the same tokens. What is
 measured differs from rank to rank: the seconds of a step, from which the depth of drafts is chosen (adaptive.py). So rank 0's are
-sent with its next step. After a step they compare what they drew: ranks that part would go on, with wrong tokens, unnoticed.
+sent with its next step. After a step they compare what they drew: ranks that drew different tokens would go on unnoticed.
 
 What a caller asks between two steps is kept until the next one: requests, cancellations, a forgotten prefix cache. Ctrl-C waits
 for the end of a step. A step that raises on any rank ends all of them: what the others have computed by then is not known.
@@ -114,13 +114,13 @@ class LeadingSession(Session):
                 self.ranks.send(TakeStep(before, self.engine.plan.take_measured(), self.engine.record_candidates))
                 advanced = self.engine.step()
                 self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
-                if advanced:
-                    self.ranks.compare(digest_of(advanced))
+                self.ranks.compare(digest_of(advanced, self.engine.tree.max_depth + 1))
                 return advanced
             except BaseException as error:
                 # Where a rank has ended, what else went wrong came of void results.
                 if isinstance(error, RankLost) or (isinstance(error, Exception) and self.ranks.have_ended()):
-                    raise self.ranks.fault() from error
+                    fault = self.ranks.fault()
+                    raise fault from (error.__cause__ if error is fault else error)
                 self.ranks.end()
                 raise
 
@@ -162,19 +162,19 @@ def follow(llm, connection):
         engine.plan.settle(step.measured)
         engine.record_candidates = step.recording
         advanced = engine.step()
-        if advanced:
-            send(connection, digest_of(advanced))
+        send(connection, digest_of(advanced, engine.tree.max_depth + 1))
         for request in advanced:
             if request.finished:
                 requests.pop(request.request_id, None)
         engine.recorded.clear()
 
 
-def digest_of(advanced):
-    """One number for what a step gave its requests: of each, which it is, how many tokens it has, and the newest one."""
+def digest_of(advanced, width):
+    """One number for what a step gave its requests: which they are, how many tokens they have, the newest `width` ones, the end."""
     numbers = array("q")
     for request in advanced:
-        numbers.extend((*request.request_id, len(request.output_token_ids), *request.output_token_ids[-1:]))
+        tokens = request.output_token_ids
+        numbers.extend((*request.request_id, request.finished, len(tokens), *tokens[-width:]))
     return zlib.crc32(numbers)
 
 

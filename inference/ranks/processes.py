@@ -175,7 +175,8 @@ class RankProcesses:
             self._send(connection, message)
 
     def compare(self, digest):
-        """Wait for what each rank says of its last step. RanksEnded if one says another thing than this one, or has ended."""
+        """Wait for each rank's digest of its last step. RanksEnded if one differs from this one's, or a rank has ended."""
+        other = []
         for rank, connection in enumerate(self._group.connections, 1):
             try:
                 said = receive(connection)
@@ -185,12 +186,15 @@ class RankProcesses:
                 self._failed[rank] = said
                 raise self.fault()
             if said != digest:
-                self._failure = RanksEnded(
-                    f"rank {rank} of {self.size} drew other tokens than rank 0, which never may be: a fault of Headstart, or of a "
-                    "GPU. All ranks were ended: build the LLM anew, and please report it with its arguments"
-                )
-                self.end()
-                raise self._failure
+                other.append(rank)
+        if other:
+            ranks = f"rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} of {self.size}"
+            self._failure = RanksEnded(
+                f"{ranks} drew other tokens than rank 0, which must never happen: a fault of Headstart, or of a GPU. All ranks "
+                "were ended: build the LLM anew, and please report it with its arguments"
+            )
+            self.end()
+            raise self._failure
 
     def check(self):
         """RanksEnded if the group has ended."""

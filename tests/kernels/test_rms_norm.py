@@ -80,16 +80,17 @@ def test_rows_on_the_cpu_do_not_depend_on_each_other(width, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [31, 100, 4096, 5120])
+@pytest.mark.parametrize("width", [31, 100, 4096, 5120, 8192])
 def test_a_rows_bits_depend_on_neither_company_nor_parts(width, dtype):
     torch.manual_seed(0)
     w = torch.rand(width, device="cuda").to(dtype)
     residual = torch.randn(2048, width, device="cuda").to(dtype)
-    for splits in (2, 4):
+    for splits, pairs in ((2, False), (4, False), (4, True)):
         parts = torch.randn(splits, 2048, width, device="cuda")
-        normed, total = add_rms_norm(parts, residual, w, 1e-5)
-        added = parts[0].clone()
-        for part in parts[1:]:
+        normed, total = add_rms_norm(parts, residual, w, 1e-5, in_pairs=pairs)
+        first, *others = parts[0::2] + parts[1::2] if pairs else parts
+        added = first.clone()
+        for part in others:
             added += part
         summed = added.to(dtype)
         assert torch.equal(add_rms_norm(summed, residual, w, 1e-5)[0], normed)
@@ -98,7 +99,8 @@ def test_a_rows_bits_depend_on_neither_company_nor_parts(width, dtype):
         for rows in [*range(1, 65), 257, 1000]:
             for start in (0, 3, 2048 - rows):
                 some = slice(start, start + rows)
-                few, few_total = add_rms_norm(parts[:, some].contiguous(), residual[some].clone(), w, 1e-5)
+                given = parts[:, some].contiguous(), residual[some].clone(), w, 1e-5
+                few, few_total = add_rms_norm(*given, in_pairs=pairs)
                 assert torch.equal(few, normed[some]), (rows, start)
                 assert torch.equal(few_total, total[some]), (rows, start)
                 assert torch.equal(rms_norm(total[some], w, 1e-5), normed[some])  # a view, at any alignment of rows

@@ -78,24 +78,36 @@ def test_what_goes_wrong_in_another_rank_is_told(divided_folder, forked_llm, mon
         forked_llm(divided_folder, 2)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_draws_another_token_ends_all(divided_folder, forked_llm, monkeypatch, size):
-    """The last rank takes another fifth token than it drew."""
-    owner, usual = os.getpid(), Engine._hand_back
+@pytest.mark.parametrize(("size", "fault"), [(2, "a token"), (4, "a token"), (2, "no tokens")])
+def test_a_rank_that_draws_other_tokens_ends_all(divided_folder, forked_llm, monkeypatch, size, fault):
+    """The last rank takes another seventh token than it drew, in the middle of a step, or says that nothing advanced."""
+    owner, usual, step = os.getpid(), Engine._hand_back, Engine.step
+
+    def is_faulty(engine):
+        return os.getpid() != owner and engine.decoder.ranks.rank == size - 1
 
     def changed(engine, request, tokens, logprobs):
-        place = 4 - len(request.output_token_ids)
-        if os.getpid() != owner and engine.decoder.ranks.rank == size - 1 and 0 <= place < len(tokens):
+        place = 6 - len(request.output_token_ids)
+        if is_faulty(engine) and 0 <= place < len(tokens):
             tokens = [*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :]]
         return usual(engine, request, tokens, logprobs)
 
-    monkeypatch.setattr(Engine, "_hand_back", changed)
-    llm = forked_llm(divided_folder, size)
+    def silent(engine):
+        advanced = step(engine)
+        return [] if advanced and is_faulty(engine) and len(advanced[0].output_token_ids) > 4 else advanced
+
+    if fault == "a token":
+        monkeypatch.setattr(Engine, "_hand_back", changed)
+    else:
+        monkeypatch.setattr(Engine, "step", silent)
+    drafting = {"model": str(divided_folder), "method": "draft_model", "num_speculative_tokens": 3}
+    llm = forked_llm(divided_folder, size, speculative_config=drafting)
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
     pids, told = llm.session.ranks.pids, f"^rank {size - 1} of {size} drew other tokens than rank 0"
     for _ in range(2):
-        with pytest.raises(RanksEnded, match=told):
-            llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=8))
+        with pytest.raises(RanksEnded, match=told) as raised:
+            llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12))
+        assert raised.value.__cause__ is None
     assert_gone(pids)
 
 

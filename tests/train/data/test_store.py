@@ -92,7 +92,7 @@ def test_which_documents_share_a_row_is_worked_out_once(recipe, load, monkeypatc
 def test_a_damaged_layout_is_worked_out_anew(recipe, load, damage):
     documents, *_ = load(recipe())
     expected, labels = build_rows(documents, 48, 0, print)
-    path = documents.folder / "layout-48.npz"
+    path = documents.folder / "layout-1-48.npz"
     whole = path.read_bytes()
     if damage == "cut":
         path.write_bytes(whole[: len(whole) // 2])

@@ -11,14 +11,16 @@ import zipfile
 import numpy as np
 
 from ....heads.storage.atomic_write import staged_file
-from .packing import DocumentRows, lay_out
+from .packing import LAYOUT, DocumentRows, lay_out
 
 KEPT = ("order", "starts", "labels")
 
 
 def laid_out(documents, row_length, pad_token_id):
     """The rows of Documents (packing.py), and the labels of each.  -> DocumentRows, int64 [R]"""
-    path = None if getattr(documents, "folder", None) is None else documents.folder / f"layout-{row_length}.npz"
+    path = (
+        None if getattr(documents, "folder", None) is None else documents.folder / f"layout-{LAYOUT}-{row_length}.npz"
+    )
     found = _read(path, len(documents)) if path else None
     if found is None:
         rows = lay_out(documents, row_length, pad_token_id)
@@ -33,7 +35,7 @@ def laid_out(documents, row_length, pad_token_id):
 
 def _read(path, num_documents):
     """The arrays of a file; None if it is not there, or damaged."""
-    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile), np.load(path) as file:
+    with contextlib.suppress(OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile), np.load(path) as file:
         order, starts, labels = (file[name] for name in KEPT)
         if order.max(initial=0) < num_documents and starts[-1] == len(order) and len(labels) == len(starts) - 1:
             return order, starts, labels

@@ -14,6 +14,7 @@ import torch
 
 from .documents import Documents
 
+LAYOUT = 1  # to be raised when `lay_out` gives other rows of the same documents, or rows have other labels
 BLOCK_TOKENS = 2**22  # of the rows that are made at once where all are read
 
 

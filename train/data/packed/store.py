@@ -6,6 +6,7 @@
     FOLDER/NAME-KEY/tokens.npy, supervised.npy, starts.npy, lengths.npy    Documents, five bytes a token
                     held_out.jsonl                                         conversations to measure on
                     about.json                                             the facts, and what was noted
+                    layout-*.npz, rows-*.txt                               of rows that runs made (layout.py; `fingerprint`)
 
 KEY is a hash of the facts, so other data lie beside and nothing is overwritten. A folder is written aside and renamed: one with
 that name is whole. Folders that no run reads can be removed.
