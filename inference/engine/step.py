@@ -53,6 +53,8 @@ class Step:
         # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
         draft = propose(batch, self.tree, self._processor(batch, filters))
+        if self.tree.max_depth and self.decoder.ranks.size > 1:
+            draft = draft.of_first(self.decoder.ranks)
         confidence = draft.confidence
         grammars = bool(filters) and self.seats.logit_state.host_drafts is not None
         if grammars:

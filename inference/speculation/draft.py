@@ -26,3 +26,16 @@ class Draft(NamedTuple):
     confidence: torch.Tensor | None = (
         None  # fp32 [B, D]: the drafter's own guess that a path is accepted to depth 1, 2, ...
     )
+
+    def of_first(self, ranks):
+        """The tokens, and the trees if they were grown, that rank 0 drafted. All ranks of a target call this together.
+
+        Each rank has drafted by itself, with equal results as far as we know. But sums of ranks add rows up, so rows that differ
+        would be wrong on all of them: what is verified does not depend on it.
+        """
+        tree = self.tree
+        own = (self.tokens, tree.depths, tree.parents, tree.ancestors) if tree.tree.grows else (self.tokens,)
+        ranks.begin()
+        first = ranks.gather(torch.cat([x.flatten() for x in own]))[0].clone()  # out of the ranks' own memory
+        tokens, *grown = (part.view(x.shape) for part, x in zip(first.split([x.numel() for x in own]), own))
+        return self._replace(tokens=tokens, tree=TreeOnDevice(tree.tree, *grown) if grown else tree)

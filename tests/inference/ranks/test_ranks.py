@@ -1,5 +1,6 @@
 """Ranks that divide a model: the bits of plain decoding with every kind of drafter, and of one process where that is asked for."""
 
+import os
 import signal
 
 import pytest
@@ -10,6 +11,8 @@ from headstart.inference.llm import LLM
 from headstart.inference.open_batch import OpenBatch
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams, StructuredOutputsParams
+from headstart.inference.speculation.drafters.sequential import SequentialDrafter
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.tests.inference.speculation.small_drafters import DEPTH, VOCAB, llama, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:with tensor_parallel_size")
@@ -83,6 +86,36 @@ def test_speculation_changes_no_bit_on_ranks(divided_folder, forked_llm, plain_o
     assert stats["num_draft_tokens"] > 0
     if name == "the target itself":
         assert stats["num_accepted_tokens"] > 0.9 * stats["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_ranks_that_draft_other_tokens_and_trees_change_no_bit(
+    divided_folder, forked_llm, plain_outputs, monkeypatch, tree
+):
+    """Rank 1 drafts the next tokens of the vocabulary instead of rank 0's; in a tree of its own, all below the root."""
+    owner, usual = os.getpid(), SequentialDrafter.propose
+
+    def propose(*given):
+        draft = usual(*given)
+        if os.getpid() == owner:
+            return draft
+        tokens = (draft.tokens + 1) % VOCAB
+        tokens[:, 0] = draft.tokens[:, 0]
+        if draft.tree.tree.grows:
+            parents, node = torch.zeros_like(draft.tree.parents), torch.arange(tokens.shape[1])
+            ancestors = node[:, None].repeat(1, draft.tree.ancestors.shape[2])
+            ancestors[:, 0] = 0
+            depths, ancestors = (
+                x.expand_as(y) for x, y in ((node.clamp(max=1), parents), (ancestors, draft.tree.ancestors))
+            )
+            draft = draft._replace(tree=TreeOnDevice(draft.tree.tree, depths, parents, ancestors))
+        return draft._replace(tokens=tokens)
+
+    monkeypatch.setattr(SequentialDrafter, "propose", propose)
+    config = dict(model=make("eagle3", llama()), tree=tree)
+    llm = forked_llm(divided_folder, 2, max_num_seqs=3, speculative_config=config)
+    assert outputs_of(llm) == plain_outputs(2)
+    assert llm.get_stats()["num_accepted_tokens"] > 0
 
 
 @pytest.fixture
