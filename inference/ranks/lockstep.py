@@ -170,7 +170,7 @@ def follow(llm, connection):
 
 
 def digest_of(advanced, width):
-    """One number for what a step gave its requests: which they are, how many tokens they have, the newest `width` ones, the end."""
+    """One number for what a step gave its requests: which they are, whether they ended, their newest `width` tokens."""
     numbers = array("q")
     for request in advanced:
         tokens = request.output_token_ids

@@ -30,8 +30,8 @@ class Draft(NamedTuple):
     def of_first(self, ranks):
         """The tokens, and the trees if they were grown, that rank 0 drafted. All ranks of a target call this together.
 
-        Each rank has drafted by itself, with equal results as far as we know. But sums of ranks add rows up, so rows that differ
-        would be wrong on all of them: what is verified does not depend on it.
+        Each rank drafts by itself, and the drafts should be equal. If they were not, sums over ranks would add different rows, and
+        all ranks would draw wrong tokens. So all of them verify the same draft.
         """
         tree = self.tree
         own = (self.tokens, tree.depths, tree.parents, tree.ancestors) if tree.tree.grows else (self.tokens,)

@@ -18,9 +18,8 @@ KEPT = ("order", "starts", "labels")
 
 def laid_out(documents, row_length, pad_token_id):
     """The rows of Documents (packing.py), and the labels of each.  -> DocumentRows, int64 [R]"""
-    path = (
-        None if getattr(documents, "folder", None) is None else documents.folder / f"layout-{LAYOUT}-{row_length}.npz"
-    )
+    folder = getattr(documents, "folder", None)
+    path = folder and folder / f"layout-{LAYOUT}-{row_length}.npz"
     found = _read(path, len(documents)) if path else None
     if found is None:
         rows = lay_out(documents, row_length, pad_token_id)
