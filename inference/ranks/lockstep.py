@@ -6,7 +6,7 @@
 An engine's decisions follow from the requests it was given and from its own tokens, and every rank has all logits. So ranks that
 are told the same requests in the same order, before the same steps, schedule the same rows and draw the same tokens. What is
 measured differs from rank to rank: the seconds of a step, from which the depth of drafts is chosen (adaptive.py). So rank 0's are
-sent with its next step. After a step they compare what they drew: ranks that drew different tokens would go on unnoticed.
+sent with its next step. After each step all ranks compare what they drew: else it would go unnoticed if they differed.
 
 What a caller asks between two steps is kept until the next one: requests, cancellations, a forgotten prefix cache. Ctrl-C waits
 for the end of a step. A step that raises on any rank ends all of them: what the others have computed by then is not known.
