@@ -9,7 +9,7 @@ Medusa (a tree), EAGLE-3 (a dynamic tree) and an MLP speculator (a chain; whole 
 are random and hardly ever right; the target itself as the draft model, nearly always right; n-grams. A third of the requests are
 greedy, a third drawn at temperature 0.9, and in a third each asks for something different, as in equality.py, and for
 log-probabilities. They are answered in batches, a few again one by one. At least --tokens tokens come from the ranks. Exits with 1
-if a token or a log-probability differs.
+if a token or a log-probability differs; the JSON then says of each such request, by its number, where that began.
 
 Without --invariant one rank and two are alike where products are cut alike: see docs/engine.md, Several ranks.
 """
@@ -76,6 +76,12 @@ def main(arguments=None):
     if tokens < options.tokens:
         raise RuntimeError(f"only {tokens} tokens were compared, not {options.tokens}")
     return 1 if differing else 0
+
+
+def first_differences(found, expected):
+    """Places of the first token and of the first log-probability that differ; None: none does.  each (tokens, log-probabilities)"""
+    pairs = [zip(one or (), other or ()) for one, other in zip(found, expected)]
+    return [next((place for place, (one, other) in enumerate(pair) if one != other), None) for pair in pairs]
 
 
 class Proof:
@@ -146,7 +152,10 @@ class Proof:
             "requests": len(found),
             **figures,
         }
-        row["differing"] = sum(a != b for a, b in zip(found, expected, strict=True)) if expected else 0
+        differing = [(i, a, b) for i, a, b in zip(which, found, expected, strict=True) if a != b] if expected else []
+        row["differing"] = len(differing)
+        if differing:
+            row["first_differences"] = {str(i): first_differences(a, b) for i, a, b in differing}
         self.report.add(row)
         return found
 

@@ -23,8 +23,8 @@ from .target_scores import NO_FILTERS, next_filters
 FEW_ROWS = 64  # up to here the weights are what a pass costs
 TILE = 128  # rows of a tile of the products above
 KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
-# Also, for prompts alone on several ranks: the host launches kernels more slowly than a rank computes them.
-RANKS_TOKENS = 1536, 2048
+# Also, for prompts alone on several ranks, or through a module: the host launches kernels more slowly than they are computed.
+MORE_TOKENS = 1536, 2048
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 
@@ -47,6 +47,15 @@ def known_sizes(rows, most):
     counts = [count for count, lower in zip(KNOWN_TOKENS, (0, *KNOWN_TOKENS)) if lower < most]
     totals = {least, *((rows + count) // TILE * TILE for count in counts)}
     return [total - rows for total in sorted(totals) if total >= least]
+
+
+def prompt_sizes(decoder, most):
+    """Numbers of known tokens that get a graph of their own, beside no step."""
+    sizes = known_sizes(0, most)
+    if decoder.ranks.size > 1 or not decoder.is_packed:
+        largest = -(-most // TILE) * TILE
+        sizes += [min(count, largest) for lower, count in pairwise((KNOWN_TOKENS[-1], *MORE_TOKENS)) if lower < most]
+    return sizes
 
 
 @contextmanager
@@ -91,11 +100,8 @@ class StepGraphs:
             rows = {}  # one for each size: graphs run one after the other
             places = [(size, which) for which, sizes in self.mixed_sizes.items() for size in sizes]
             for size, which in [(0, self.smallest), *places]:
-                sizes = known_sizes(size * steps[which].tree.num_nodes, max_known)
-                if not size and self.step.decoder.ranks.size > 1:
-                    lower = KNOWN_TOKENS[-1], *RANKS_TOKENS
-                    most = -(-max_known // TILE) * TILE
-                    sizes += [min(count, most) for count, lower in zip(RANKS_TOKENS, lower) if lower < max_known]
+                nodes = size * steps[which].tree.num_nodes
+                sizes = known_sizes(nodes, max_known) if size else prompt_sizes(self.step.decoder, max_known)
                 for known in sizes:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
                 self._known[size, which] = [rows[known] for known in sizes]

@@ -64,3 +64,6 @@ def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
     assert prove(shape, "plain") == 1
     rows, facts = rows_of(capsys)
     assert facts["differing_requests"] == sum(row["differing"] for row in rows) == ranks_equality.ALONE
+    alone = rows[2]["first_differences"]
+    assert list(alone.values()) == [[None, 7]] * ranks_equality.ALONE, "the last log-probability of 8, and no token"
+    assert all("first_differences" not in row for row in rows[:2])

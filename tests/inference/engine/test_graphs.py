@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.graphs import StepGraphs, graph_sizes, known_sizes
+from headstart.inference.engine.graphs import StepGraphs, graph_sizes, known_sizes, prompt_sizes
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
@@ -137,6 +137,14 @@ def test_known_tokens_and_the_rows_of_a_step_fill_tiles():
         assert 16 <= sizes[0] <= sizes[-1] <= 1024
         assert all((rows + size) % 128 == 0 or rows + size == 64 for size in sizes)
         assert min(sizes) >= min(rows // 8, 1024), "a pass of a thousand rows does not grow by ten"
+
+
+@pytest.mark.parametrize(("ranks", "is_packed", "is_host_slow"), [(1, True, False), (2, True, True), (1, False, True)])
+def test_prompts_alone_have_larger_graphs_where_the_host_is_slower_than_the_device(ranks, is_packed, is_host_slow):
+    decoder = SimpleNamespace(ranks=SimpleNamespace(size=ranks), is_packed=is_packed)
+    assert prompt_sizes(decoder, 2048) == known_sizes(0, 2048) + [1536, 2048] * is_host_slow
+    assert prompt_sizes(decoder, 1100)[8:] == [1152] * is_host_slow, "no larger than a pass, in whole tiles"
+    assert prompt_sizes(decoder, 1024) == known_sizes(0, 1024)
 
 
 def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
