@@ -18,6 +18,7 @@ import argparse
 import random
 import sys
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -80,7 +81,7 @@ def main(arguments=None):
 
 def first_differences(found, expected):
     """Places of the first token and of the first log-probability that differ; None: none does.  each (tokens, log-probabilities)"""
-    pairs = [zip(one or (), other or ()) for one, other in zip(found, expected)]
+    pairs = [zip_longest(one or (), other or ()) for one, other in zip(found, expected)]
     return [next((place for place, (one, other) in enumerate(pair) if one != other), None) for pair in pairs]
 
 

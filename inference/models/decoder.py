@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
+from ...kernels.attention.tree_attention import PAGE
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.linear.linear_table import launch_of_rows
+from ...kernels.row_digest import add_digest
 from ...kernels.shared_memory import shared_memory
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits
@@ -39,6 +41,15 @@ class ForwardPass:
         object  # the index of kernels/attention/tree_attention.py or prefill_attention.py: what its `attend` looks at
     )
     shared: dict = field(default_factory=dict)  # what the CPU's first layer computed for all (rotary_kv_write)
+
+
+@torch.inference_mode(False)  # so that any pass may add to it, whatever the mode of its thread
+def new_digest(ranks, device):
+    """The bits of all hidden states that a decoder has computed, of rows that belong to a request: int64 [1]; of one rank None.
+
+    Every rank computes the same ones (lockstep.py). What stands on page 0 is never used, and may differ.
+    """
+    return torch.zeros(1, dtype=torch.int64, device=device) if ranks.size > 1 else None
 
 
 def check_packed(config):
@@ -156,6 +167,7 @@ class Decoder:
             for layer, window in zip(weights.layers, architecture.windows(config))
         ]
         self.norm = Norm(weights.norm, eps, architecture.residual_multiplier, weights.layers[-1].down.in_pairs)
+        self.digest = new_digest(self.ranks, self.device)
 
     @property
     def is_whole(self):
@@ -231,6 +243,8 @@ class Decoder:
             parts, residual = layer(x, residual, batch, layer_kv)
         x, residual = self.norm(residual, parts)
         entering.append(residual)
+        if self.digest is not None:
+            add_digest(self.digest, x, batch.cache_rows, PAGE)
         return x, torch.cat([entering[i] for i in streams], 1) if streams else x
 
     def logits(self, hidden, out=None):

@@ -6,7 +6,8 @@
 An engine's decisions follow from the requests it was given and from its own tokens, and every rank has all logits. So ranks that
 are told the same requests in the same order, before the same steps, schedule the same rows and draw the same tokens. What is
 measured differs from rank to rank: the seconds of a step, from which the depth of drafts is chosen (adaptive.py). So rank 0's are
-sent with its next step. After each step all ranks compare what they drew: else it would go unnoticed if they differed.
+sent with its next step. After each step all ranks compare what they drew, and the bits of the hidden states that they computed up
+to the step before: else it would go unnoticed if they differed.
 
 What a caller asks between two steps is kept until the next one: requests, cancellations, a forgotten prefix cache. Ctrl-C waits
 for the end of a step. A step that raises on any rank ends all of them: what the others have computed by then is not known.
@@ -20,7 +21,11 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from ...kernels.jit import on_device
 from ..checked_prompt import CheckedPrompt
+from ..engine.launched import mark
 from ..models.transport import RankLost
 from ..session import Session
 from .processes import receive, send
@@ -94,6 +99,7 @@ class LeadingSession(Session):
         super().__init__(*given)
         self.ranks = ranks
         self._queued = deque()  # (Submitted, requests) that no step has seen
+        self._states = StateDigest(self.engine.decoder)
         self._before = []  # what the other ranks have not been told
 
     def _queue(self, submission, number, call):
@@ -114,7 +120,7 @@ class LeadingSession(Session):
                 self.ranks.send(TakeStep(before, self.engine.plan.take_measured(), self.engine.record_candidates))
                 advanced = self.engine.step()
                 self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
-                self.ranks.compare(digest_of(advanced, self.engine.tree.max_depth + 1))
+                self.ranks.compare(digest_of(advanced, self.engine.tree.max_depth + 1, self._states.take()))
                 return advanced
             except BaseException as error:
                 # Where a rank has ended, what else went wrong came of void results.
@@ -147,6 +153,7 @@ class LeadingSession(Session):
 def follow(llm, connection):
     """Take the steps that rank 0 takes, until it closes the connection (EOFError or ConnectionError).  llm: of this rank"""
     session, engine, requests = llm.session, llm.session.engine, {}
+    states = StateDigest(engine.decoder)
     while True:
         step = receive(connection)
         for event in step.before:
@@ -162,16 +169,36 @@ def follow(llm, connection):
         engine.plan.settle(step.measured)
         engine.record_candidates = step.recording
         advanced = engine.step()
-        send(connection, digest_of(advanced, engine.tree.max_depth + 1))
+        send(connection, digest_of(advanced, engine.tree.max_depth + 1, states.take()))
         for request in advanced:
             if request.finished:
                 requests.pop(request.request_id, None)
         engine.recorded.clear()
 
 
-def digest_of(advanced, width):
-    """One number for what a step gave its requests: which they are, whether they ended, their newest `width` tokens."""
-    numbers = array("q")
+class StateDigest:
+    """The digest of a Decoder after each step, read one step late, so that nobody waits for the device."""
+
+    def __init__(self, decoder):
+        self._decoder, self._copied = decoder, None
+
+    def take(self):
+        """After a step: the digest after the step before, 0 after the first one."""
+        decoder, before = self._decoder, self._copied
+        with on_device(decoder.device):
+            copy = torch.empty(1, dtype=torch.int64, pin_memory=decoder.device.type == "cuda")
+            self._copied = copy.copy_(decoder.digest, non_blocking=True), mark(decoder.device)
+        if before is None:
+            return 0
+        number, event = before
+        if event is not None:
+            event.synchronize()
+        return int(number)
+
+
+def digest_of(advanced, width, states):
+    """One number for a step: its requests, whether they ended, their newest `width` tokens; and `states` (StateDigest)."""
+    numbers = array("q", [states])
     for request in advanced:
         tokens = request.output_token_ids
         numbers.extend((*request.request_id, request.finished, len(tokens), *tokens[-width:]))

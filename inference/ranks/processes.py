@@ -190,8 +190,8 @@ class RankProcesses:
         if other:
             ranks = f"rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} of {self.size}"
             self._failure = RanksEnded(
-                f"{ranks} drew other tokens than rank 0, which must never happen: a fault of Headstart, or of a GPU. All ranks "
-                "were ended: build the LLM anew, and please report it with its arguments"
+                f"{ranks} computed other tokens or hidden states than rank 0, which must never happen: a fault of Headstart, or "
+                "of a GPU. All ranks were ended: build the LLM anew, and please report it with its arguments"
             )
             self.end()
             raise self._failure

@@ -64,6 +64,13 @@ def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
     assert prove(shape, "plain") == 1
     rows, facts = rows_of(capsys)
     assert facts["differing_requests"] == sum(row["differing"] for row in rows) == ranks_equality.ALONE
-    alone = rows[2]["first_differences"]
-    assert list(alone.values()) == [[None, 7]] * ranks_equality.ALONE, "the last log-probability of 8, and no token"
+    # Nine requests in each of three groups; the last log-probability of 8, and no token.
+    assert rows[2]["first_differences"] == {str(rows[0]["requests"] // 3 * 2 + i): [None, 7] for i in range(2)}
     assert all("first_differences" not in row for row in rows[:2])
+
+
+def test_where_a_request_begins_to_differ():
+    first = ranks_equality.first_differences
+    assert first(([1, 2, 3], None), ([1, 2, 3], None)) == [None, None]
+    assert first(([1, 5, 4], [{}, {2: 0}]), ([1, 2, 3], [{}, {2: 1}])) == [1, 1]
+    assert first(([1, 2], None), ([1, 2, 3], None)) == [2, None], "one is shorter"

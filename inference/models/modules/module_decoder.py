@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from ....kernels.attention.rotary_kv_write import kv_rows_of_heads
+from ....kernels.attention.tree_attention import PAGE
 from ....kernels.jit import on_device
 from ....kernels.linear.experts import tile_of_pairs
+from ....kernels.row_digest import add_digest
 from ..architectures import ARCHITECTURES, UnsupportedArchitecture
-from ..decoder import row_counts
+from ..decoder import new_digest, row_counts
 from ..divided_weight import DividedWeight
 from ..division import WHOLE
 from .attention_plug import attending
@@ -140,6 +142,7 @@ class ModuleDecoder:
         self._given = _Given(self.base)
         self._output = copy.copy(module)
         self._output._modules = dict(module._modules) | {module.base_model_prefix: self._given}
+        self.digest = new_digest(self.ranks, self.device)
         limit = getattr(module.config, "max_position_embeddings", None)
         rope = getattr(module.config, "rope_parameters", None)
         # A learned table ends. Nodes beyond it are never committed.
@@ -255,6 +258,8 @@ class ModuleDecoder:
                 "other passes. If the module has been given other weights, make a new LLM of it"
             )
         hidden = hidden[0]
+        if self.digest is not None:
+            add_digest(self.digest, hidden, batch.cache_rows, PAGE)
         return hidden, torch.cat([entering[i] for i in streams], 1) if streams else hidden
 
     def _write(self, query, key, value, layer_kv, cache_rows, shared):

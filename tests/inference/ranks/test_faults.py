@@ -78,10 +78,23 @@ def test_what_goes_wrong_in_another_rank_is_told(divided_folder, forked_llm, mon
         forked_llm(divided_folder, 2)
 
 
-@pytest.mark.parametrize(("size", "fault"), [(2, "a token"), (4, "a token"), (2, "no tokens")])
-def test_a_rank_that_draws_other_tokens_ends_all(divided_folder, forked_llm, monkeypatch, size, fault):
-    """The last rank takes another seventh token than it drew, in the middle of a step, or says that nothing advanced."""
-    owner, usual, step = os.getpid(), Engine._hand_back, Engine.step
+def test_an_error_in_the_step_of_another_rank_is_told(divided_folder, forked_llm, monkeypatch):
+    owner, step = os.getpid(), Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: step(engine) if os.getpid() == owner else 1 / 0)
+    llm = forked_llm(divided_folder, 2)
+    pids = llm.session.ranks.pids
+    for _ in range(2):
+        with pytest.raises(RanksEnded, match=r"^rank 1 of 2 failed: ZeroDivisionError"):
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(("size", "fault"), [(2, "a token"), (4, "a token"), (2, "no tokens"), (4, "a sum")])
+def test_a_rank_that_computes_something_else_ends_all(divided_folder, forked_llm, monkeypatch, tmp_path, size, fault):
+    """The last rank takes another seventh token than it drew, in the middle of a step; or says that nothing advanced; or reads
+    parts of sums that are a little wrong, and all ranks draw the same tokens."""
+    owner, begun = os.getpid(), tmp_path / "begun"
+    usual, step, gather = Engine._hand_back, Engine.step, GlooRanks.gather
 
     def is_faulty(engine):
         return os.getpid() != owner and engine.decoder.ranks.rank == size - 1
@@ -96,14 +109,26 @@ def test_a_rank_that_draws_other_tokens_ends_all(divided_folder, forked_llm, mon
         advanced = step(engine)
         return [] if advanced and is_faulty(engine) and len(advanced[0].output_token_ids) > 4 else advanced
 
-    if fault == "a token":
+    def misread(ranks, part):
+        parts = gather(ranks, part)
+        if os.getpid() != owner and ranks.rank == size - 1 and part.is_floating_point() and begun.exists():
+            parts[0] *= 1.0001
+        return parts
+
+    if fault == "a sum":
+        monkeypatch.setattr(GlooRanks, "gather", misread)
+    elif fault == "a token":
         monkeypatch.setattr(Engine, "_hand_back", changed)
     else:
         monkeypatch.setattr(Engine, "step", silent)
     drafting = {"model": str(divided_folder), "method": "draft_model", "num_speculative_tokens": 3}
     llm = forked_llm(divided_folder, size, speculative_config=drafting)
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
-    pids, told = llm.session.ranks.pids, f"^rank {size - 1} of {size} drew other tokens than rank 0"
+    begun.touch()
+    pids, told = (
+        llm.session.ranks.pids,
+        f"^rank {size - 1} of {size} computed other tokens or hidden states than rank 0",
+    )
     for _ in range(2):
         with pytest.raises(RanksEnded, match=told) as raised:
             llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12))

@@ -108,7 +108,7 @@ def test_each_of_four_ranks_that_is_killed_ends_all(start, rank):
     check_killed(*start("decode", 4), rank)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", ["load", "prefill", "decode"])
 def test_ctrl_c_ends_all(start, phase):
     """As a terminal sends it: to the whole group."""
     process, others = start(phase)

@@ -8,6 +8,7 @@ import torch
 
 from headstart import LLM, SamplingParams
 from headstart.benchmarks import random_heads
+from headstart.inference.engine.graphs import StepGraphs
 from headstart.inference.models import canary
 from headstart.inference.models.architectures import UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder
@@ -67,6 +68,20 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, devi
         drafting = speculate(llm, TREE, known, PROMPTS, options=dict(max_model_len=200, max_num_seqs=3))
         assert outputs(drafting, params) == plain
         assert drafting.get_stats()["acceptance_length"] > 1.2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_prompts_alone_have_the_bits_of_short_chunks(device, monkeypatch):
+    """On a GPU they are rows of graphs: the host launches a module's kernels more slowly than they are computed."""
+    model = small_model("opt", torch.bfloat16, max_position_embeddings=2200, num_hidden_layers=2).to(device)
+    prompts, params = [[i % 90 for i in range(1100)], [i % 83 for i in range(1900)]], seeded(0.9, max_tokens=4)[:2]
+    chunks = LLM(model, max_model_len=2000, max_num_seqs=2, max_num_batched_tokens=100)
+    whole, sizes = LLM(model, max_model_len=2000, max_num_seqs=2), []
+    run = StepGraphs.run_known
+    monkeypatch.setattr(StepGraphs, "run_known", lambda graphs, known: sizes.append(known.size) or run(graphs, known))
+    found = [outputs(whole, [one], [prompt])[0] for one, prompt in zip(params, prompts)]
+    assert sizes == ([1536, 2048] if device == "cuda" else [])
+    assert found == outputs(chunks, params, prompts)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mixtral", "olmo", "opt"])
