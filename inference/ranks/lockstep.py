@@ -25,7 +25,6 @@ import torch
 
 from ...kernels.jit import on_device
 from ..checked_prompt import CheckedPrompt
-from ..engine.launched import mark
 from ..models.transport import RankLost
 from ..session import Session
 from .processes import receive, send
@@ -184,10 +183,10 @@ class StateDigest:
 
     def take(self):
         """After a step: the digest after the step before, 0 after the first one."""
-        decoder, before = self._decoder, self._copied
-        with on_device(decoder.device):
-            copy = torch.empty(1, dtype=torch.int64, pin_memory=decoder.device.type == "cuda")
-            self._copied = copy.copy_(decoder.digest, non_blocking=True), mark(decoder.device)
+        digest, before = self._decoder.digest, self._copied
+        with on_device(digest.device):
+            copy = torch.empty(1, dtype=torch.int64, pin_memory=digest.is_cuda).copy_(digest, non_blocking=True)
+            self._copied = copy, torch.cuda.current_stream().record_event() if digest.is_cuda else None
         if before is None:
             return 0
         number, event = before
