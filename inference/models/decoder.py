@@ -45,9 +45,9 @@ class ForwardPass:
 
 @torch.inference_mode(False)  # so that any pass may add to it, whatever the mode of its thread
 def new_digest(ranks, device):
-    """The bits of all hidden states that a decoder has computed, of rows that belong to a request: int64 [1]; of one rank None.
+    """Where a decoder adds up the bits of the hidden states that it computes for requests: int64 [1]; None where there is one rank.
 
-    Every rank computes the same ones (lockstep.py). What stands on page 0 is never used, and may differ.
+    The sum is the same on all ranks (lockstep.py). Rows on page 0 are padding, and left out: they may differ.
     """
     return torch.zeros(1, dtype=torch.int64, device=device) if ranks.size > 1 else None
 

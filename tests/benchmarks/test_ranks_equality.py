@@ -64,7 +64,7 @@ def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
     assert prove(shape, "plain") == 1
     rows, facts = rows_of(capsys)
     assert facts["differing_requests"] == sum(row["differing"] for row in rows) == ranks_equality.ALONE
-    # Nine requests in each of three groups; the last log-probability of 8, and no token.
+    # The mixed requests are the last third. Of each the last of 8 log-probabilities differs, and no token.
     assert rows[2]["first_differences"] == {str(rows[0]["requests"] // 3 * 2 + i): [None, 7] for i in range(2)}
     assert all("first_differences" not in row for row in rows[:2])
 

@@ -125,10 +125,8 @@ def test_a_rank_that_computes_something_else_ends_all(divided_folder, forked_llm
     llm = forked_llm(divided_folder, size, speculative_config=drafting)
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
     begun.touch()
-    pids, told = (
-        llm.session.ranks.pids,
-        f"^rank {size - 1} of {size} computed other tokens or hidden states than rank 0",
-    )
+    pids = llm.session.ranks.pids
+    told = f"^rank {size - 1} of {size} computed other tokens or hidden states than rank 0"
     for _ in range(2):
         with pytest.raises(RanksEnded, match=told) as raised:
             llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12))
