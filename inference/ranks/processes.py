@@ -110,10 +110,10 @@ class _Group:
     def kill(self):
         with self.lock:
             self.closing = True
-        self.stop()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+        self.stop()
 
     def close(self):
         """Let the ranks end, and wait for it."""
