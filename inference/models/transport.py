@@ -8,8 +8,7 @@ Every rank calls the same methods in the same order. Nothing is added here: a li
 parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own: they have to be
 read before the next `gather` or `begin`, in the order of the device's stream.
 
-ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: inference/ranks/peer_ranks.py
-and nccl_ranks.py.
+ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: inference/ranks/peer_ranks.py.
 """
 
 from datetime import timedelta

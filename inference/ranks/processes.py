@@ -110,10 +110,10 @@ class _Group:
     def kill(self):
         with self.lock:
             self.closing = True
+        self.stop()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        self.stop()
 
     def close(self):
         """Let the ranks end, and wait for it."""
@@ -204,6 +204,8 @@ class RankProcesses:
     def stop_by(self, stop):
         """Call stop() in any thread when ranks end, before this process's own: its kernels may wait for another rank."""
         self._group.stop = stop
+        if self._group.ended:
+            stop()
 
     def call_when_ended(self, told):
         """Call told(error) in another thread, once a rank has ended by itself, whatever this process does then."""
@@ -234,8 +236,11 @@ class RankProcesses:
         try:
             yield
             shutil.rmtree(self.folder, ignore_errors=True)  # all have met
-        except RankLost as error:
-            raise self.fault() from error
+        except Exception as error:
+            if isinstance(error, RankLost) or self.have_ended():  # whatever went wrong follows from that
+                raise self.fault() from error
+            self.end()
+            raise
         except BaseException:
             self.end()
             raise

@@ -26,7 +26,6 @@ from ..models.support import decoder_class
 from ..models.transport import ALONE, GlooRanks
 from ..session import Session
 from .lockstep import FollowedPlan, LeadingSession, LedPlan
-from .nccl_ranks import NcclRanks
 from .peer_ranks import PeerRanks, shared_memory
 from .processes import RankProcesses
 
@@ -135,10 +134,7 @@ class TensorParallel:
         """What gathers tensors on a device.  host: the GlooRanks, None for a group of one"""
         if host is None or device.type != "cuda":
             return host or ALONE
-        are_peers = host.rank > 0 or parted_gpus(device, host.size) is None  # rank 0 looks: its device is the first
-        if host.of_first([float(are_peers)])[0]:
-            return PeerRanks(host, shared_memory(host, device))
-        return NcclRanks(host, device)
+        return PeerRanks(host, shared_memory(host, device))
 
     def _tell(self, division):
         """Say where one device would give other bits."""
@@ -162,7 +158,7 @@ class TensorParallel:
 
 
 def check_gpus(first, size):
-    """ValueError unless so many GPUs, from the first on, can be seen. Warns where they do not reach each other's memory."""
+    """ValueError unless so many GPUs, from the first on, can be seen and reach each other's memory."""
     gpus, seen = _gpus(first, size), torch.cuda.device_count()
     given = f"tensor_parallel_size={size}"
     if max(gpus) >= seen:
@@ -170,21 +166,13 @@ def check_gpus(first, size):
             f"{given} takes the GPUs {gpus[0]} to {gpus[-1]}, one for each rank, and {seen} can be seen (CUDA_VISIBLE_DEVICES): "
             f"{max(seen - gpus[0], 1)} would fit"
         )
-    if parted := parted_gpus(first, size):
-        warnings.warn(
-            f"{given}: GPU {parted[0]} cannot reach the memory of GPU {parted[1]} (peer access), so NCCL carries what ranks hand "
-            "on: the same bits, but of an 8B model on two GPUs a step took 1.2 to 1.9 times as long, a long prompt 3.7 times "
-            "(docs/engine.md, Several ranks). GPUs that NVLink or one PCIe switch connects (nvidia-smi topo -p2p r) can be chosen "
-            "by CUDA_VISIBLE_DEVICES",
-            stacklevel=4,
-        )
-
-
-def parted_gpus(first, size):
-    """Two of so many GPUs, from the first on, of which one cannot reach the other's memory; None if all can."""
-    gpus = _gpus(first, size)
-    pairs = ((one, other) for one in gpus for other in gpus if one != other)
-    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+    for one in gpus:
+        for other in gpus:
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                raise ValueError(
+                    f"{given}: GPU {one} cannot reach the memory of GPU {other} (peer access), over which ranks hand on their "
+                    "sums. Give GPUs that NVLink or one PCIe switch connects (nvidia-smi topo -p2p r), by CUDA_VISIBLE_DEVICES"
+                )
 
 
 def _gpus(first, size):

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from headstart.benchmarks.random_heads import random_head
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
-from headstart.inference.ranks.nccl_ranks import NcclRanks
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.drafters.lm_heads import DividedLMHead
@@ -77,25 +76,6 @@ def test_any_number_of_ranks_gives_the_bits_of_one(divided_folder, gpu_llm, size
     one = gpu_llm(divided_folder, 1, **how)
     llm = gpu_llm(divided_folder, size, **how)
     assert outputs_of(llm) == outputs_of(one)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes no two ranks of one GPU")
-@pytest.mark.parametrize("eager", [False, True])
-def test_gpus_that_do_not_reach_each_other_give_the_same_bits(divided_folder, gpu_llm, monkeypatch, tmp_path, eager):
-    """EAGLE-3 in dynamic trees, over peers' memory and over NCCL; then a rank is killed."""
-    save_head(head_of("eagle3"), tmp_path / "head")
-    how = dict(enforce_eager=eager, speculative_config={"model": str(tmp_path / "head"), "tree": "dynamic"})
-    peers = gpu_llm(divided_folder, 2, **how)
-    expected = outputs_of(peers)
-    peers.session.ranks.end()
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)  # rank 0 decides
-    with pytest.warns(UserWarning, match="NCCL carries"):
-        llm = gpu_llm(divided_folder, 2, **how)
-    assert isinstance(llm.engine.decoder.ranks, NcclRanks)
-    assert outputs_of(llm) == expected
-    os.kill(llm.session.ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(RanksEnded, match="rank 1 of 2 was ended by SIGKILL"):
-        outputs_of(llm)
 
 
 @pytest.mark.parametrize(
