@@ -171,10 +171,13 @@ def test_console_scripts_lead_to_functions_of_the_wheel(unpacked, tmp_path):
     parser.read(entry_points)
     scripts = dict(parser["console_scripts"])
     assert set(scripts) == {"headstart", "heads.export"}
-    for target in scripts.values():
-        module, function = target.split(":")
-        code = f"import {module} as m; assert callable(m.{function}); print(m.__file__)"
-        assert Path(*run_python(code, tmp_path, unpacked)).is_relative_to(unpacked)
+    named = [target.split(":") for target in scripts.values()]
+    code = "\n".join(
+        f"import {module} as m; assert callable(m.{function}); print(m.__file__)" for module, function in named
+    )
+    found = run_python(code, tmp_path, unpacked)
+    assert len(found) == 2
+    assert all(Path(path).is_relative_to(unpacked) for path in found)
 
 
 def test_command_line_starts_without_torch(tmp_path):

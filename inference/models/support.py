@@ -8,12 +8,14 @@ from .modules.module_source import on_meta, parameter_bytes
 from .modules.module_trial import trial
 
 MOST_POSITIONS = 1 << 20  # no model is as long
+_runs = {}  # configs whose module has run, the newest last: one start asks several times
+MOST_REMEMBERED = 32
 
 
 def decoder_class(config):
     """The class of decoder that runs a target with this Hugging Face config, or UnsupportedArchitecture, saying what is in the way.
 
-    A module without weights runs once, which takes a second for a large model.
+    A module without weights runs once for each config, which takes a second for a large model.
     """
     if quantised := getattr(config, "quantization_config", None):
         how = quantised if isinstance(quantised, dict) else quantised.to_dict()
@@ -24,13 +26,22 @@ def decoder_class(config):
         check_packed(config)
     except UnsupportedArchitecture:
         limit = getattr(config, "max_position_embeddings", None)
-        trial(on_meta(config), limit or MOST_POSITIONS)
+        _check_module(config, limit or MOST_POSITIONS)
         if limit is None:
             raise UnsupportedArchitecture(
                 f"the engine cannot run {config.model_type} models as they are: their config says no max_position_embeddings"
             ) from None
         return ModuleDecoder
     return Decoder
+
+
+def _check_module(config, limit):
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _runs:
+        trial(on_meta(config), limit)
+        _runs[key] = True
+        if len(_runs) > MOST_REMEMBERED:
+            del _runs[next(iter(_runs))]
 
 
 def check_supported(config):

@@ -8,6 +8,9 @@ from headstart.benchmarks.floor import weight_bytes
 from headstart.benchmarks.shape import random_decoder
 from headstart.cli import main
 from headstart.tests.benchmarks.small_bench import check_times
+from headstart.tests.inference.ranks.forks import forked_workers
+
+pytestmark = pytest.mark.usefixtures(forked_workers.__name__)
 
 SMALL = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "12", "--first-prompts", "20"]
 

@@ -7,6 +7,9 @@ import pytest
 from headstart.benchmarks.proofs import ranks_equality
 from headstart.inference.llm import LLM
 from headstart.tests.inference.models.small_architectures import small_config
+from headstart.tests.inference.ranks.forks import forked_workers
+
+pytestmark = pytest.mark.usefixtures(forked_workers.__name__)
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ def prove(arguments, folder, *options, **keys):
 def test_killed_runs_go_on_and_end_as_the_undisturbed_one(arguments, tmp_path):
     keys = {"max_steps": 5, "checkpoint_every": 2, "eval_every": 2, "eval_prompts": 2, "eval_tokens": 4}
     keys |= {"cache_features": True, "checkpoint_checksums": True}
-    figures = prove(arguments, tmp_path / "survival", "--kills", "8", "--forked", **keys)
-    assert (figures["kills"], figures["same"]) == (8, True)
-    assert len(set(figures["moments"])) == 8
+    figures = prove(arguments, tmp_path / "survival", "--kills", "4", "--forked", **keys)
+    assert (figures["kills"], figures["same"]) == (4, True)
+    assert len(set(figures["moments"])) == 4
 
 
 def test_runs_killed_while_they_write_checkpoints_end_as_the_undisturbed_one(arguments, tmp_path):

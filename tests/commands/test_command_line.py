@@ -85,18 +85,18 @@ def test_an_unknown_option_is_told_with_the_one_that_was_meant(typed, words, cap
 
 def test_no_option_may_be_shortened(capsys):
     for command in EVERY:
-        known = [
-            name for name in parser_of(command)._option_string_actions if name.startswith("--") and name != "--help"
-        ]
+        parser = parser_of(command)
+        needed = _needed(parser)
+        known = [name for name in parser._option_string_actions if name.startswith("--") and name != "--help"]
         for name in known:
             if name[:-1] not in known and name[:-1] != "-":
-                _, unknown = parser_of(command).parse_known_args([f"{name[:-1]}=1", *_needed(command)])
+                _, unknown = parser.parse_known_args([f"{name[:-1]}=1", *needed])
                 assert unknown == [f"{name[:-1]}=1"], (command, name)
 
 
-def _needed(command):
+def _needed(parser):
     """Words for what a command wants in any case."""
-    needed = [one for one in parser_of(command)._actions if one.required]
+    needed = [one for one in parser._actions if one.required]
     return [word for one in needed for word in (*one.option_strings[:1], *(one.choices or ["1"])[:1])]
 
 

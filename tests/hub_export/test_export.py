@@ -3,12 +3,9 @@
 import ast
 import errno
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -327,14 +324,15 @@ def test_read_back_compares_config_and_logits(tmp_path):
         compare_with_source(tmp_path / "out", head, "medusa")
 
 
-def test_help_teaches_with_examples():
-    """As `python -m heads.export` from the checkout."""
-    command = [sys.executable, "-m", "heads.export", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "120"})
-    assert result.returncode == 0, result.stderr
-    assert "heads.export runs/first --format medusa --output exports/first-medusa" in result.stdout
+def test_help_teaches_with_examples(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "heads.export runs/first --format medusa --output exports/first-medusa" in said
     for option in ("--format", "--output", "--push-to-hub", "--private", "--dtype", "--base-model", "--license"):
-        assert option in result.stdout
+        assert option in said
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("parts", [dict(edge_rank=3, sample_from_anchor=True), DFLASH2], ids=["dspark", "dflash2"])
-def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tmp_path, parts):
+def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tmp_path, parts, in_this_process):
     target = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=4, num_attention_heads=4)
     model = LlamaForCausalLM(target)
     model.save_pretrained(tmp_path / "target")

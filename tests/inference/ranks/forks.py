@@ -9,6 +9,10 @@ import threading
 import time
 import traceback
 
+import pytest
+import torch
+
+from headstart.inference.ranks import processes
 from headstart.inference.ranks.worker import run_worker
 
 
@@ -35,6 +39,16 @@ class Fork:
         with self._lock:
             if self._status is None:
                 os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Ranks of LLMs that a test, or what it calls, makes on the CPU are forks. Products of one thread, as in them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(processes, "start_worker", start_fork)
+    yield
+    torch.set_num_threads(before)
 
 
 def start_fork(connection):

@@ -38,11 +38,7 @@ MORE = [
     ("block", "static"),
     ("block", "dynamic"),
     ("block-causal", "chain"),
-    ("block-edge", "static"),
-    ("block-edge", "dynamic"),
-    ("block-sliding", "static"),
-    ("block-dflash2", "static"),
-    ("block-dflash2", "dynamic"),
+    # Those with an edge, of sliding layers and of DFlash2: test_block.py.
     ("mlp-untied", "static"),
     ("eagle3-narrow", "dynamic"),
 ]

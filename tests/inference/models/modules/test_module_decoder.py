@@ -9,7 +9,7 @@ import torch
 from headstart import LLM, SamplingParams
 from headstart.benchmarks import random_heads
 from headstart.inference.engine.graphs import StepGraphs
-from headstart.inference.models import canary
+from headstart.inference.models import canary, support
 from headstart.inference.models.architectures import UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder
 from headstart.inference.models.modules.fixed_rope import DRAFTED
@@ -26,9 +26,11 @@ NEW = 20 if torch.cuda.is_available() else 8  # there are 58 architectures
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def seeded(temperature, **more):
-    given = dict(temperature=temperature, max_tokens=NEW, ignore_eos=True, logprobs=2) | more
-    return [SamplingParams(seed=i, **given) for i in range(len(PROMPTS))]
+def seeded(*temperatures, **more):
+    """Parameters of each prompt, whose temperatures take turns."""
+    given = dict(max_tokens=NEW, ignore_eos=True, logprobs=2) | more
+    turns = itertools.islice(itertools.cycle(temperatures), len(PROMPTS))
+    return [SamplingParams(seed=i, temperature=temperature, **given) for i, temperature in enumerate(turns)]
 
 
 def outputs(llm, params, prompts=PROMPTS):
@@ -54,20 +56,40 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, devi
     model = small_model(model_type).to(device)
     llm = LLM(model, max_model_len=200, max_num_seqs=3)
     assert isinstance(llm.engine.decoder, ModuleDecoder)
-    for prompt, (tokens, _) in zip(PROMPTS, outputs(llm, seeded(0.0))):
-        check_greedy(model, prompt, tokens)
     if device == "cuda":
+        for prompt, (tokens, _) in zip(PROMPTS, outputs(llm, seeded(0.0))):
+            check_greedy(model, prompt, tokens)
         model = model.bfloat16()
         llm = LLM(model, max_model_len=200, max_num_seqs=3)
-    for temperature in (0.0, 0.9) if device == "cuda" else (0.9,):
-        params = seeded(temperature)
+    for temperatures in [(0.0,), (0.9,)] if device == "cuda" else [(0.0, 0.9)]:
+        params = seeded(*temperatures)
         plain = outputs(llm, params)
-        for i in range(len(PROMPTS)) if device == "cuda" else (0, 2):  # a short one, and one of two pages
+        for prompt, one, (tokens, _) in zip(PROMPTS, params, plain):
+            if device == "cpu" and one.temperature == 0:
+                check_greedy(model, prompt, tokens)
+        for i in range(len(PROMPTS)) if device == "cuda" else (1, 2):  # a short one, and one of two pages
             assert outputs(llm, [params[i]], [PROMPTS[i]]) == [plain[i]], "alone"
         known = [tokens for tokens, _ in plain]
         drafting = speculate(llm, TREE, known, PROMPTS, options=dict(max_model_len=200, max_num_seqs=3))
         assert outputs(drafting, params) == plain
         assert drafting.get_stats()["acceptance_length"] > 1.2
+
+
+def test_a_module_is_tried_once_for_a_config(monkeypatch):
+    tried, trial = [], support.trial
+    monkeypatch.setattr(support, "trial", lambda *given: tried.append(given) or trial(*given))
+    monkeypatch.setattr(support, "_runs", {})
+    one, other = small_config("opt"), small_config("opt", num_hidden_layers=3)
+    for config in (one, one, other, small_config("opt")):
+        check_supported(config)
+    assert len(tried) == 2
+    for _ in range(2):  # what is refused is refused again
+        with pytest.raises(UnsupportedArchitecture):
+            check_supported(small_config("moshi"))
+    for number in range(support.MOST_REMEMBERED):
+        check_supported(small_config("opt", max_position_embeddings=300 + number))
+    check_supported(one)
+    assert len(tried) == 2 + 2 + support.MOST_REMEMBERED + 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
