@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 from transformers.utils import logging
 
+from ..frozen_heap import end_without_collecting
 from ..llm import LLM
 from ..models.transport import GlooRanks, RankLost
 from .lockstep import follow
@@ -58,6 +59,7 @@ def end_with(parent):
 def main(arguments):
     number, parent = map(int, arguments)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    end_without_collecting()
     return run_worker(Connection(number))
 
 
