@@ -56,7 +56,6 @@ $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
 
 # A process per core, up to four, of one thread each: the test models are tiny, and a busy neighbour then costs nothing. Each process
 # starts with neighbouring tests, which share what they build, and takes from the others when it is done.
-test: export OMP_NUM_THREADS := 1
 test: $(READERS)
 	$(BIN)/pytest -m "not gpu" -n logical --maxprocesses 4 --dist worksteal
 

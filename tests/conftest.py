@@ -31,6 +31,8 @@ os.environ.update(
     WANDB_DATA_DIR=f"{_HOME}/wandb/data",
     MPLBACKEND="Agg",
 )
+# Tests run beside each other, and their products are small. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_name, None)
 
