@@ -8,8 +8,8 @@ from .modules.module_source import on_meta, parameter_bytes
 from .modules.module_trial import trial
 
 MOST_POSITIONS = 1 << 20  # no model is as long
-_runs = {}  # configs whose module has run, the newest last: one start asks several times
 MOST_REMEMBERED = 32
+_tried = {}  # {config of a module that can run: True}, the newest last: one start asks several times
 
 
 def decoder_class(config):
@@ -37,11 +37,11 @@ def decoder_class(config):
 
 def _check_module(config, limit):
     key = type(config), config.to_json_string(use_diff=False)
-    if key not in _runs:
+    if key not in _tried:
         trial(on_meta(config), limit)
-        _runs[key] = True
-        if len(_runs) > MOST_REMEMBERED:
-            del _runs[next(iter(_runs))]
+        _tried[key] = True
+        if len(_tried) > MOST_REMEMBERED:
+            del _tried[next(iter(_tried))]
 
 
 def check_supported(config):

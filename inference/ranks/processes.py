@@ -202,7 +202,7 @@ class RankProcesses:
             raise self.fault()
 
     def stop_by(self, stop):
-        """Call stop() in any thread when ranks end, before this process's own: its kernels may wait for another rank."""
+        """Call stop() when a rank ends, in any thread; at once if one has: kernels of this process may wait for it."""
         self._group.stop = stop
         if self._group.ended:
             stop()
@@ -236,12 +236,10 @@ class RankProcesses:
         try:
             yield
             shutil.rmtree(self.folder, ignore_errors=True)  # all have met
-        except Exception as error:
-            if isinstance(error, RankLost) or self.have_ended():  # whatever went wrong follows from that
+        except BaseException as error:
+            follows = isinstance(error, RankLost) or (isinstance(error, Exception) and self.have_ended())
+            if follows:  # from the end of a rank
                 raise self.fault() from error
-            self.end()
-            raise
-        except BaseException:
             self.end()
             raise
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from headstart.inference.llm import LLM
-from headstart.inference.ranks import processes
-from headstart.tests.inference.ranks.forks import start_fork
+from headstart.tests.inference.ranks.forks import forked_workers  # noqa: F401
 from headstart.tests.inference.speculation.small_drafters import llama
 
 
@@ -18,20 +17,10 @@ def divided_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def one_thread():
-    """Products of one thread here, as in forks, where others do not live on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def forked_llm(monkeypatch, one_thread):
+def forked_llm(forked_workers):  # noqa: F811 (the fixture, by its name)
     """forked_llm(model, size, **arguments) -> an LLM on the CPU; all ranks have ended after the test."""
     if torch.cuda.is_available():
         pytest.skip("forks, which CUDA does not survive")
-    monkeypatch.setattr(processes, "start_worker", start_fork)
     made = []
 
     def make(model, size, **arguments):

@@ -43,7 +43,10 @@ class Fork:
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Ranks of LLMs that a test, or what it calls, makes on the CPU are forks. Products of one thread, as in them."""
+    """Ranks of LLMs that a test, or what it calls, makes on the CPU are forks.
+
+    Products take one thread here, too: in forks others do not live on.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(processes, "start_worker", start_fork)

@@ -78,7 +78,7 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, devi
 def test_a_module_is_tried_once_for_a_config(monkeypatch):
     tried, trial = [], support.trial
     monkeypatch.setattr(support, "trial", lambda *given: tried.append(given) or trial(*given))
-    monkeypatch.setattr(support, "_runs", {})
+    monkeypatch.setattr(support, "_tried", {})
     one, other = small_config("opt"), small_config("opt", num_hidden_layers=3)
     for config in (one, one, other, small_config("opt")):
         check_supported(config)
