@@ -13,6 +13,9 @@ pass follows `peer_barrier`, so passes may have any number of calls.
 
 Where `stop` (one number in the host's memory) is not 0, nobody waits any more and results are void: a rank has ended.
 
+GPUs that cannot write each other's memory share buffers in the host's. There a flag is stored, not added to: an atomic operation of
+one GPU on the host's memory is not one for another GPU. No other rank writes that flag.
+
 Letters: R ranks, C words of a part.
 """
 
@@ -20,13 +23,15 @@ from typing import NamedTuple
 
 import torch
 
-from .jit import jit, tl, triton
+from .jit import INTERPRETED, jit, tl, triton
 from .overlap import await_previous, overlap, release_next
+from .rms_norm import sum_in_pairs
 
 BLOCK = 512  # words that a program copies at a time
 SUM_BLOCK = 2048
 PROGRAMS = 128  # at most
 LINE = 32  # int32 numbers from flag to flag, so that each has a line of the cache
+ROWS = 128  # rows that can meet one by one
 FLAG = tl.constexpr(LINE)
 LOOK_AGAIN = tl.constexpr(4096)  # looks at a flag between two looks at `stop`, which is across the bus
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -38,26 +43,42 @@ class Peers(NamedTuple):
     rank: int
     size: int
     buffers: torch.Tensor  # int64 [R] addresses of the ranks' buffers
-    flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [R, LINE], 0 before the first call
-    counts: torch.Tensor  # int32 [2] of this rank: calls, and ended programs of this call; 0 before the first one
+    flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [1 + ROWS, R, LINE], 0 before the first call
+    counts: (
+        torch.Tensor
+    )  # int32 [2 + ROWS] of this rank: calls, ended programs of this call, calls of each row; 0 first
     stop: torch.Tensor  # int32 [1], pinned
+    on_host: bool = False  # whether buffers, which all ranks share, and flags are in the host's memory
 
 
 def flag_bytes(size):
-    """Bytes of one rank's flags."""
-    return 4 * LINE * size
+    """Bytes of one rank's flags: a call's, then each row's."""
+    return 4 * LINE * size * (1 + ROWS)
 
 
 @jit
-def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tell the other ranks that this one has come here, with all that it has written, and wait for them."""
+def _fence(number):
+    """An acquire and release of the system's scope, by all threads, before what is computed from the result.  -> number"""
+    return tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], tl.int32, False, 1)
+
+
+@jit
+def meet(flags, counts, stop, first, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr):
+    """Tell the other ranks that this one has come here, with all that it has written, and wait for them.
+
+    first: of the ranks' flags that are used, counted in flags; counts: where this rank counts them
+    """
     call = tl.atomic_add(counts, 1, sem="relaxed", scope="gpu") + 1  # once for all warps; a load and a store would race
+    told = _fence(call) if ON_HOST else call
     for step in tl.static_range(1, SIZE):
-        flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + RANK * FLAG
-        tl.atomic_add(flag, 1, sem="release", scope="sys")
+        flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + (first + RANK) * FLAG
+        if ON_HOST:
+            tl.store(flag, told)
+        else:
+            tl.atomic_add(flag, 1, sem="release", scope="sys")
     stopped = 0
     for step in tl.static_range(1, SIZE):
-        flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + (RANK + step) % SIZE * FLAG
+        flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + (first + (RANK + step) % SIZE) * FLAG
         behind = call - tl.load(flag, volatile=True)  # right where counts have wrapped, too
         looks = 0
         while (behind > 0) & (stopped == 0):
@@ -65,22 +86,26 @@ def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
             looks += 1
             if looks % LOOK_AGAIN == 0:
                 stopped = tl.load(stop, volatile=True)
-        tl.atomic_cas(flag, call, call, sem="acquire", scope="sys")  # its bits do not matter, its order does
+        if ON_HOST:
+            _fence(behind)
+        else:
+            tl.atomic_cas(flag, call, call, sem="acquire", scope="sys")  # its bits do not matter, its order does
 
 
 @jit
-def _end_part(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _end_part(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr):
     """At the end of a program: the last one of the call meets the other ranks."""
     tl.debug_barrier()  # of all threads of the program
     ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
     if ended == tl.num_programs(0) - 1:
         tl.store(counts + 1, 0)
-        _meet(flags, counts, stop, RANK, SIZE)
+        meet(flags, counts, stop, 0, RANK, SIZE, ON_HOST)
 
 
 @jit(do_not_specialize=["place", "count"])
 def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
-                 RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                 RANK: tl.constexpr, SIZE: tl.constexpr, BUFFERS: tl.constexpr, ON_HOST: tl.constexpr, BLOCK: tl.constexpr,
+                 OVERLAP: tl.constexpr):  # fmt: skip
     """part [C] -> words place + RANK C and on of every buffer; ALIGNED: to 16 bytes; IN_PLACE: it is there already in its own"""
     await_previous(OVERLAP)  # its counts are those of the call before
     release_next(OVERLAP)  # which awaits the end of this one
@@ -91,20 +116,22 @@ def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.c
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         found = tl.load(part + at, mask=at < count)
-        for step in tl.static_range(1 if IN_PLACE else 0, SIZE):
+        for step in tl.static_range(1 if IN_PLACE else 0, BUFFERS):
             slot = tl.load(buffers + (RANK + step) % SIZE) + place + RANK * count.to(tl.int64) * num_bytes
             slot = slot.to(words)
             if ALIGNED:
                 slot = tl.multiple_of(slot, 16)
             tl.store(slot + at, found, mask=at < count)
-    _end_part(flags, counts, stop, RANK, SIZE)
+    _end_part(flags, counts, stop, RANK, SIZE, ON_HOST)
 
 
 @jit
-def _peer_barrier(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+def _peer_barrier(
+    flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr, OVERLAP: tl.constexpr
+):
     await_previous(OVERLAP)
     release_next(OVERLAP)
-    _meet(flags, counts, stop, RANK, SIZE)
+    meet(flags, counts, stop, 0, RANK, SIZE, ON_HOST)
 
 
 def words_of(part):
@@ -118,32 +145,23 @@ def peer_gather(part, place, peers, in_place=False):
     """Write a part to its slot of every rank's buffer, and wait for the parts of the others.
 
     part: contiguous, of one shape and dtype on all ranks; place: byte of the buffers where the slots of all ranks begin, a multiple
-    of 16; in_place: whether the part is its own slot of this rank's buffer
+    of 16; in_place: whether the part is its own slot of this rank's buffer, which is not the host's
     """
     words = words_of(part)
     programs = min(triton.cdiv(words.numel(), BLOCK), PROGRAMS)
     if programs:
         _peer_gather[(programs,)](
             words, peers.buffers, peers.flags, peers.counts, peers.stop, place, words.numel(), words.nbytes % 16 == 0, in_place,
-            peers.rank, peers.size, BLOCK, **overlap(part),
+            peers.rank, peers.size, 1 if peers.on_host else peers.size, peers.on_host and not INTERPRETED, BLOCK, **overlap(part),
         )  # fmt: skip
 
 
 def peer_barrier(peers):
     """Wait until every rank has come here, and with it all its kernels before."""
     _peer_barrier[(1,)](
-        peers.flags, peers.counts, peers.stop, peers.rank, peers.size, num_warps=1, **overlap(peers.flags)
-    )
-
-
-@jit
-def _pair(part, length, mask):
-    return tl.load(part, mask=mask) + tl.load(part + length, mask=mask)
-
-
-@jit
-def _four(part, length, mask):
-    return _pair(part, length, mask) + _pair(part + 2 * length, length, mask)
+        peers.flags, peers.counts, peers.stop, peers.rank, peers.size, peers.on_host and not INTERPRETED,
+        num_warps=1, **overlap(peers.flags),
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["place", "count"])
@@ -157,16 +175,11 @@ def _peer_sum(parts, own, buffers, flags, counts, stop, place, count, RANK: tl.c
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < count
-        if SIZE == 2:
-            total = _pair(parts + at, length, mask)
-        elif SIZE == 4:
-            total = _four(parts + at, length, mask)
-        else:
-            total = _four(parts + at, length, mask) + _four(parts + 4 * length + at, length, mask)
+        total = sum_in_pairs(parts, at, length, mask, SIZE)
         for step in tl.static_range(0, SIZE):
             slot = (tl.load(buffers + (RANK + step) % SIZE) + place).to(own.dtype)
             tl.store(tl.multiple_of(slot, 16) + at, total.to(own.dtype.element_ty), mask=mask)
-    _end_part(flags, counts, stop, RANK, SIZE)
+    _end_part(flags, counts, stop, RANK, SIZE, False)
 
 
 def peer_sum(parts, own, place, peers):

@@ -46,6 +46,37 @@ def _norm(x, w, eps):
     return torch.rms_norm(x, w.shape, None, eps) * w
 
 
+@jit
+def add_to_residual(x, h, total, at, inside, multiplier, SCALED: tl.constexpr):
+    """A sum x in the residual's dtype, added to its rows h and stored to `total`.  -> h"""
+    if SCALED:
+        x = (x.to(tl.float32) * multiplier).to(h.dtype)
+    h = (x.to(tl.float32) + h.to(tl.float32)).to(h.dtype)
+    tl.store(total + at, h, mask=inside)
+    return h
+
+
+@jit
+def store_normed(h, weight, normed, at, inside, width, eps):
+    """The norm of one row h, 0 outside, to `normed`."""
+    wide = h.to(tl.float32)
+    mean = tl.div_rn(tl.sum(wide * wide), width.to(tl.float32))
+    y = (wide * tl.rsqrt(mean + eps)).to(h.dtype)
+    tl.store(normed + at, (y.to(tl.float32) * weight.to(tl.float32)).to(h.dtype), mask=inside)
+
+
+@jit
+def sum_in_pairs(parts, at, stride, inside, S: tl.constexpr):
+    """2, 4 or 8 parts, added as a binary tree, neighbours first.  -> float32"""
+    total = sum_parts(parts, at, stride, inside, 2, tl.float32)
+    if S >= 4:
+        total += sum_parts(parts + 2 * stride, at, stride, inside, 2, tl.float32)
+    if S == 8:
+        more = sum_parts(parts + 4 * stride, at, stride, inside, 2, tl.float32)
+        total += more + sum_parts(parts + 6 * stride, at, stride, inside, 2, tl.float32)
+    return total
+
+
 @jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
@@ -63,18 +94,11 @@ def _add_rms_norm(
     if S > 0:
         stride = num_rows.to(tl.int64) * width
         if PAIRS:
-            first = sum_parts(parts, at, stride, inside, 2, tl.float32)
-            x = (first + sum_parts(parts + 2 * stride, at, stride, inside, 2, tl.float32)).to(h.dtype)
+            x = sum_in_pairs(parts, at, stride, inside, S).to(h.dtype)
         else:
             x = sum_parts(parts, at, stride, inside, S, h.dtype)
-        if SCALED:
-            x = (x.to(tl.float32) * multiplier).to(h.dtype)
-        h = (x.to(tl.float32) + h.to(tl.float32)).to(h.dtype)
-        tl.store(total + at, h, mask=inside)
-    wide = h.to(tl.float32)
-    mean = tl.div_rn(tl.sum(wide * wide), width.to(tl.float32))
-    y = (wide * tl.rsqrt(mean + eps)).to(h.dtype)
-    tl.store(normed + at, (y.to(tl.float32) * weight.to(tl.float32)).to(h.dtype), mask=inside)
+        h = add_to_residual(x, h, total, at, inside, multiplier, SCALED)
+    store_normed(h, weight, normed, at, inside, width, eps)
 
 
 def num_warps(block):

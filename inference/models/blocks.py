@@ -20,6 +20,7 @@ from ...kernels.attention.attention_fold import EVERYTHING, AttentionOptions
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.linear.linear import linear, linear_parts, pack_weight
+from ...kernels.peer_norm import PeerParts, peer_add_rms_norm
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -78,9 +79,14 @@ class Norm:
     in_pairs: bool = False
 
     def __call__(self, residual, parts=None):
-        """Add the partial sums of a product (None: nothing) and norm.  [M, H], [S, M, H] -> normed [M, H], residual [M, H]"""
+        """Add the partial sums of a product (None: nothing) and norm.
+
+        residual [M, H], parts [S, M, H] or PeerParts of several ranks  ->  normed [M, H], residual [M, H]
+        """
         if parts is None:
             return rms_norm(residual, self.weight, self.eps), residual
+        if isinstance(parts, PeerParts):
+            return peer_add_rms_norm(parts, residual, self.weight, self.eps, self.multiplier)
         return add_rms_norm(parts, residual, self.weight, self.eps, self.multiplier, self.in_pairs)
 
 

@@ -31,7 +31,6 @@ from ...kernels.jit import INTERPRETED, on_device, on_triton
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.numerics import Numerics
 from .decoder import ForwardPass
-from .division import in_pairs
 
 # Numbers of rows. On a GPU they take the decode kernel and both ways of the prefill kernels; on the CPU one block, several, a call.
 GPU_ROWS, CPU_ROWS = (64, 300, 2048), (5, 17, 64)
@@ -148,27 +147,29 @@ def _products(decoder):
     layer = decoder.layers[0]
     attention, mlp, up, norm = layer.attention, layer.mlp, layer.mlp.gate_up, layer.post_norm
 
-    def total(linear, parts):
+    def total(linear, x):
         """The sum of its parts as the next kernel adds them."""
-        first, *others = in_pairs(parts, 2) if linear.in_pairs else parts
+        parts = linear.parts(x)
+        if linear.in_pairs:  # of several ranks
+            return norm(torch.zeros(len(x), linear.shape[0], dtype=decoder.dtype, device=decoder.device), parts)[1]
+        first, *others = parts
         for part in others:
             first = first + part
         return first.to(decoder.dtype)
 
     def out_and_norm(x):
-        parts = attention.out.parts(x)
-        return torch.cat(norm(total(attention.out, parts), parts), 1)
+        return torch.cat(norm(total(attention.out, x), attention.out.parts(x)), 1)
 
     def product(name, linear, compute):
         return _Product(name, linear.shape, linear.bias is not None, compute)
 
     return [
         _Product("input_norm", tuple(layer.input_norm.weight.shape), False, lambda x: layer.input_norm(x)[0]),
-        product("qkv", attention.qkv, lambda x: total(attention.qkv, attention.qkv.parts(x))),
-        product("out", attention.out, lambda x: total(attention.out, attention.out.parts(x))),
+        product("qkv", attention.qkv, lambda x: total(attention.qkv, x)),
+        product("out", attention.out, lambda x: total(attention.out, x)),
         product("post_norm after out", attention.out, out_and_norm),
         product("gate_up_silu", up, lambda x: gate_up_silu(x, up.weight, up.bias, splits=up.splits)),
-        product("down", mlp.down, lambda x: total(mlp.down, mlp.down.parts(x))),
+        product("down", mlp.down, lambda x: total(mlp.down, x)),
         _Product("lm_head", tuple(decoder.lm_head.shape), False, decoder.logits),
     ]
 

@@ -58,20 +58,25 @@ class RowParallel:
     def parts(self, x):
         """Sums for the next kernel to add in pairs, at most four where N is a power of two, or what they add up to.
 
-        x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype
+        x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype, or PeerParts, which a norm gathers
         """
         if len(self.weights) == 1:
             total = self.ranks.sum_rows(partial(self._write_sums, x), len(x), self.shape[0], x.dtype)
             if total is not None:
                 return total[None]
-        slot, start, sums = self.ranks.slot((len(x), self.shape[0]), torch.float32), 0, []
+        part = self._part(x, self.ranks.slot((len(x), self.shape[0]), torch.float32))
+        return self.ranks.peer_parts(part) or in_pairs(self.ranks.gather(part), 4)
+
+    def _part(self, x, slot):
+        """The sum of this rank's ranges, in the slot if there is one.  -> [M, N]"""
         if len(self.weights) == 1:
-            return in_pairs(self.ranks.gather(linear_sums(x, self.weights[0], self.bias, slot)), 4)
+            return linear_sums(x, self.weights[0], self.bias, slot)
+        start, sums = 0, []
         for weight in self.weights:
             stop = start + weight.shape[1]
             sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
             start = stop
-        return in_pairs(self.ranks.gather(torch.add(*in_pairs(torch.stack(sums), 2), out=slot)), 4)
+        return torch.add(*in_pairs(torch.stack(sums), 2), out=slot)
 
     def _write_sums(self, x, rows, out, late):
         linear_sums(x[rows], self.weights[0], self.bias, out, late)

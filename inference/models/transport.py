@@ -41,6 +41,13 @@ class Alone:
         """The parts of all ranks, in their order.  part [...], of one shape and dtype on all ranks -> [size, ...]"""
         return part[None]
 
+    def peer_parts(self, part):
+        """The same sums, which a norm gathers by itself (kernels/peer_norm.py); None where `gather` is the way.
+
+        part [M, H]: this rank's, in the slot of its shape
+        """
+        return None
+
     def shares(self, num_rows, width, dtype):
         """Numbers of rows that each rank adds of a sum that the ranks share, [size]; None where one gather is quicker."""
         return None

@@ -5,6 +5,8 @@
     parts = ranks.gather(part)
     total = ranks.sum_rows(product, ...)                    # of many rows: each rank adds some of them
 
+    ranks = PeerRanks(host, shared_host_memory(host, device), on_host=True)    # GPUs that cannot: host_memory.py
+
 Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result has to be read before the next gather, in the
 order of the stream. Larger parts than a buffer holds are gathered in pieces, and copied.
 """
@@ -16,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.linear.linear_table import DECODE_ROWS
-from ...kernels.peer_gather import Peers, flag_bytes, peer_barrier, peer_gather, peer_sum
+from ...kernels.peer_gather import ROWS, Peers, flag_bytes, peer_barrier, peer_gather, peer_sum
+from ...kernels.peer_norm import SIZES, PeerParts
 from ..models.transport import MEET
 
 CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ranks
@@ -91,21 +94,28 @@ def _stop(number):
 
 
 class PeerRanks:
-    """host: GlooRanks of the same ranks, for what is on the CPU; memory: of shared_memory"""
+    """host: GlooRanks of the same ranks, for what is on the CPU; memory: of shared_memory, or of shared_host_memory (on_host)
 
-    def __init__(self, host, memory):
-        self.rank, self.size, self._host, self._memory = host.rank, host.size, host, memory
-        self._own = own = memory[self.rank]
-        self._capacity, self._turn = (len(own) - flag_bytes(host.size)) // 2, 0
+    Over the host's memory parts are gathered alone: no rank writes its sums there, or another's rows.
+    """
+
+    def __init__(self, host, memory, on_host=False):
+        self.rank, self.size, self._host = host.rank, host.size, host
+        self._memory = memory = [memory] * host.size if on_host else memory
+        self._own, self._on_host, self._turn = memory[self.rank], on_host, 0
+        own, each = self._own, flag_bytes(host.size)
+        self._capacity = (len(own) - each * (host.size if on_host else 1)) // 2
         starts = torch.tensor([one.data_ptr() for one in memory], dtype=torch.int64)
+        flags = starts + 2 * self._capacity
         stop = torch.zeros(1, dtype=torch.int32)
         self._peers = Peers(
             rank=host.rank,
             size=host.size,
             buffers=starts.to(own.device),
-            flags=(starts + 2 * self._capacity).to(own.device),
-            counts=torch.zeros(2, dtype=torch.int32, device=own.device),
+            flags=(flags + each * torch.arange(host.size) if on_host else flags).to(own.device),
+            counts=torch.zeros(2 + ROWS, dtype=torch.int32, device=own.device),
             stop=stop.pin_memory() if own.is_cuda else stop,
+            on_host=on_host,
         )
 
     def begin(self):
@@ -116,7 +126,7 @@ class PeerRanks:
     def slot(self, shape, dtype):
         """Where the part of the next gather may be written, which saves a copy; None if it is too large."""
         start, num_bytes = self._place(), torch.Size(shape).numel() * dtype.itemsize
-        if self.size * num_bytes > self._capacity:
+        if self._on_host or self.size * num_bytes > self._capacity:
             return None
         start += self.rank * num_bytes
         return self._own[start : start + num_bytes].view(dtype).view(shape)
@@ -134,11 +144,27 @@ class PeerRanks:
             parts[:, start : start + most] = self._gather(flat[start : start + most])
         return parts.view(self.size, *part.shape)
 
+    def peer_parts(self, part):
+        """See Alone.peer_parts."""
+        place = self._place()
+        in_slot = part.data_ptr() == self._own.data_ptr() + place + self.rank * part.nbytes
+        if self._on_host or not in_slot or len(part) > ROWS or self.size not in SIZES:
+            return None
+        parts = self._floats(self.rank, place, part.dtype, self.size * part.numel()).view(self.size, *part.shape)
+        self._turn = 1 - self._turn
+        return PeerParts(parts, place, self._peers)
+
     def shares(self, num_rows, width, dtype):
         """See Alone.shares. All but the last ranks add whole tiles of rows."""
         share = -(-num_rows // (self.size * DECODE_ROWS)) * DECODE_ROWS
         needed = max(self.size * share * width * torch.float32.itemsize, num_rows * width * dtype.itemsize)
-        if num_rows < SUMMED_ROWS or needed > self._capacity or width % ALIGNMENT or self.size not in (2, 4, 8):
+        if (
+            self._on_host
+            or num_rows < SUMMED_ROWS
+            or needed > self._capacity
+            or width % ALIGNMENT
+            or self.size not in SIZES
+        ):
             return None
         return [max(0, min(num_rows - rank * share, share)) for rank in range(self.size)]
 

@@ -25,6 +25,7 @@ from ..models.modules.divided_products import FeatureDivision
 from ..models.support import decoder_class
 from ..models.transport import ALONE, GlooRanks
 from ..session import Session
+from .host_memory import shared_host_memory
 from .lockstep import FollowedPlan, LeadingSession, LedPlan
 from .peer_ranks import PeerRanks, shared_memory
 from .processes import RankProcesses
@@ -134,6 +135,10 @@ class TensorParallel:
         """What gathers tensors on a device.  host: the GlooRanks, None for a group of one"""
         if host is None or device.type != "cuda":
             return host or ALONE
+        # What rank 0 sees counts: all ranks have to use the same memory.
+        apart = not self.member and unreachable(_gpus(device, self.size)) is not None
+        if host.of_first([apart])[0]:
+            return PeerRanks(host, shared_host_memory(host, device), on_host=True)
         return PeerRanks(host, shared_memory(host, device))
 
     def _tell(self, division):
@@ -158,7 +163,7 @@ class TensorParallel:
 
 
 def check_gpus(first, size):
-    """ValueError unless so many GPUs, from the first on, can be seen and reach each other's memory."""
+    """ValueError unless so many GPUs, from the first on, can be seen; a warning where they do not reach each other's memory."""
     gpus, seen = _gpus(first, size), torch.cuda.device_count()
     given = f"tensor_parallel_size={size}"
     if max(gpus) >= seen:
@@ -166,13 +171,19 @@ def check_gpus(first, size):
             f"{given} takes the GPUs {gpus[0]} to {gpus[-1]}, one for each rank, and {seen} can be seen (CUDA_VISIBLE_DEVICES): "
             f"{max(seen - gpus[0], 1)} would fit"
         )
-    for one in gpus:
-        for other in gpus:
-            if one != other and not torch.cuda.can_device_access_peer(one, other):
-                raise ValueError(
-                    f"{given}: GPU {one} cannot reach the memory of GPU {other} (peer access), over which ranks hand on their "
-                    "sums. Give GPUs that NVLink or one PCIe switch connects (nvidia-smi topo -p2p r), by CUDA_VISIBLE_DEVICES"
-                )
+    if pair := unreachable(gpus):
+        warnings.warn(
+            f"{given}: GPU {pair[0]} cannot reach the memory of GPU {pair[1]} (peer access), so the ranks' sums pass through the "
+            "host's memory: the same bits, but a step takes 1.2 to 2 times as long. GPUs that NVLink or one PCIe switch connects "
+            "reach each other (nvidia-smi topo -p2p r); CUDA_VISIBLE_DEVICES chooses them",
+            stacklevel=6,
+        )
+
+
+def unreachable(gpus):
+    """The first pair of GPUs of which one cannot reach the other's memory; None where all can."""
+    pairs = ((one, other) for one in gpus for other in gpus if one != other)
+    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
 
 def _gpus(first, size):

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
-from headstart.kernels.peer_gather import LINE, Peers, peer_barrier, peer_gather
+from headstart.kernels.peer_gather import LINE, ROWS, Peers, peer_barrier, peer_gather
 
 SHAPES = [((3, 5), torch.float32), ((1, 7), torch.bfloat16), ((2, 700), torch.float32), ((5,), torch.int8)]
 ROUNDS = 3  # so that both buffers take turns, and flags count on
@@ -60,7 +60,7 @@ def start_ranks():
 
     def start(size, first=0, missing=()):
         buffers = [shared(2**17, dtype=torch.uint8) for _ in range(size)]
-        flags = [shared(size, LINE, dtype=torch.int32).fill_(first) for _ in range(size)]
+        flags = [shared(1 + ROWS, size, LINE, dtype=torch.int32).fill_(first) for _ in range(size)]
         stop, results = shared(1, dtype=torch.int32), context.Queue()
         for rank in set(range(size)) - set(missing):
             arguments = rank, size, buffers, flags, first, stop, results
@@ -83,7 +83,7 @@ def test_every_rank_has_the_parts_of_all_in_order(start_ranks, size, first):
     assert [results.get(timeout=60) for _ in range(size)] == [[last, 0]] * size
     for process in processes:
         process.join(60)
-    for rank, own in enumerate(flags):
+    for rank, (own, *_) in enumerate(flags):
         assert own[:, 0].tolist() == [first if other == rank else last for other in range(size)]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from headstart.inference.models import weights
 from headstart.inference.models.transport import GlooRanks
 from headstart.inference.ranks import processes, worker
 from headstart.inference.ranks.processes import RanksEnded
+from headstart.inference.ranks.tensor_parallel import check_gpus
 from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.inference.speculation.small_drafters import llama
 
@@ -252,10 +254,17 @@ def test_what_ranks_cannot_divide_is_refused_before_any_starts(divided_folder, t
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"takes the GPUs 0 to 1, one for each rank, and 1 can be seen.*: 1 would fit"):
         LLM(divided_folder, **gpus)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    with pytest.raises(ValueError, match="GPU 0 cannot reach the memory of GPU 1"):
-        LLM(divided_folder, **gpus)
+
+
+def test_gpus_that_do_not_reach_each_others_memory_are_told_of(monkeypatch):
+    """Before weights are read. Which GPU does not reach which, and what it costs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {1, 3})
+    with warnings.catch_warnings(record=True) as told:
+        check_gpus(torch.device("cuda", 0), 3)
+    assert not told
+    with pytest.warns(UserWarning, match=r"GPU 1 cannot reach the memory of GPU 3 .*the same bits, but a step takes"):
+        check_gpus(torch.device("cuda"), 4)
 
 
 def test_divided_weights_are_not_shared(divided_folder):

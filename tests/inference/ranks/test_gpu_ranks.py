@@ -21,7 +21,7 @@ from headstart.tests.inference.models.small_architectures import small_config
 from headstart.tests.inference.ranks.test_lm_heads import drafted, head_of, lm_heads_of
 from headstart.tests.inference.ranks.test_ranks import outputs_of, speculations
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:with tensor_parallel_size")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:(with )?tensor_parallel_size")]
 SMALL = dict(device="cuda", dtype="bfloat16", max_num_seqs=3, max_model_len=256, num_gpu_blocks_override=40)
 
 
@@ -53,12 +53,13 @@ def gpu_llm(may_share):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_all_ranks_come_in_their_order(size, may_share, tmp_path):
+@pytest.mark.parametrize("over", ["peers", "host"])
+def test_parts_of_all_ranks_come_in_their_order(size, over, may_share, tmp_path):
     """In passes with an odd number of gathers, in graphs and without, of parts that fit a buffer and of those that do not."""
     may_share(size)
     command = [sys.executable, "-m", "headstart.tests.inference.ranks.gather_on_gpus", str(tmp_path), str(size)]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen([*command, str(rank), over], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(size)
     ]
     try:
@@ -154,8 +155,31 @@ def test_modules_on_ranks_read_their_parts_of_files(gpu_llm, tmp_path):
     assert outputs_of(gpu_llm(tmp_path, 2)) == outputs_of(gpu_llm(tmp_path, 1))
 
 
-def test_a_rank_that_is_killed_ends_the_call(divided_folder, gpu_llm):
+@pytest.fixture
+def apart(monkeypatch):
+    """GPUs that do not reach each other's memory."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("a GPU reaches its own memory: this takes two")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+
+
+def test_gpus_that_do_not_reach_each_others_memory_give_the_same_bits(divided_folder, gpu_llm, tmp_path, request):
+    """Their sums pass through the host's, which is said. With and without speculation, and prompts of many rows."""
+    expected = outputs_of(gpu_llm(divided_folder, 2))
+    config = next(config for name, _, config in speculations() if name == "eagle3")
+    request.getfixturevalue("apart")
+    with pytest.warns(UserWarning, match="pass through the host's memory"):
+        assert outputs_of(gpu_llm(divided_folder, 2)) == expected
+    save_head(config["model"], tmp_path / "head")
+    config = config | dict(model=str(tmp_path / "head"))
+    assert outputs_of(gpu_llm(divided_folder, 2, speculative_config=config)) == expected
+
+
+@pytest.mark.parametrize("over", [None, "apart"])
+def test_a_rank_that_is_killed_ends_the_call(divided_folder, gpu_llm, over, request):
     """In a step: the other rank's kernels wait for it then."""
+    if over:
+        request.getfixturevalue(over)
     llm = gpu_llm(divided_folder, 2)
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     killer = threading.Timer(0.05, os.kill, (llm.session.ranks.pids[0], signal.SIGKILL))

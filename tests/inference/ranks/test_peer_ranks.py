@@ -22,24 +22,24 @@ from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
 from headstart.inference.speculation.drafters.lm_heads import LMHeads, products
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.kernels.linear.linear import linear, linear_sums
-from headstart.kernels.peer_gather import flag_bytes
+from headstart.kernels.peer_gather import ROWS, flag_bytes
 from headstart.tests.inference.models.small_architectures import small_model
 from headstart.tests.inference.models.test_division import BIASED, scores
 
 CAPACITY = 4096
 
 
-def run_rank(rank, size, folder, memory, results):
+def run_rank(on_host, rank, size, folder, memory, results):
     torch.set_num_threads(1)
     host = GlooRanks(folder, rank, size)
-    peers = PeerRanks(host, memory)
+    peers = PeerRanks(host, memory, on_host)
     generator = torch.Generator().manual_seed(5)
     for turn in range(5):  # an odd number of gathers in a pass
         peers.begin()
         for shape in ((2, 3, 8), (9, 101), (1,)):  # the second is larger than a buffer
             parts = torch.randn(size, *shape, generator=generator)
             slot = peers.slot(shape, torch.float32)
-            assert (slot is None) == (parts.nbytes > CAPACITY)
+            assert (slot is None) == (on_host or parts.nbytes > CAPACITY)
             part = parts[rank] if slot is None or turn % 2 else slot.copy_(parts[rank])
             if not torch.equal(peers.gather(part), parts):
                 results.put(f"rank {rank}, turn {turn}, {shape}")
@@ -75,10 +75,10 @@ def sum_products(rank, size, folder, memory, results):
     results.put(ranks.sum_rows(None, 2**16, 48, torch.float16))  # more than the buffers hold
 
 
-def run_decoder(rank, size, folder, memory, results):
+def run_decoder(on_host, rank, size, folder, memory, results):
     torch.set_num_threads(1)
     host = GlooRanks(folder, rank, size)
-    peers = PeerRanks(host, memory)
+    peers = PeerRanks(host, memory, on_host)
     results.put(scores(peers, 4, torch.float32, device_type="cuda"))
 
 
@@ -123,11 +123,15 @@ def keep_logits(rank, size, folder, memory, results):
     results.put(torch.equal(first, kept))
 
 
-def on_processes(size, work, capacity=CAPACITY):
-    """What work(rank, size, folder, memory, results) puts into results, on forks that share memory."""
+def on_processes(size, work, capacity=CAPACITY, on_host=False):
+    """What work(rank, size, folder, memory, results) puts into results, on forks that share memory.
+
+    on_host: one piece for all, as shared_host_memory makes it
+    """
     context = multiprocessing.get_context("fork")
-    results, num_bytes = context.Queue(), 2 * capacity + flag_bytes(size)
-    memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    results, num_bytes = context.Queue(), 2 * capacity + flag_bytes(size) * (size if on_host else 1)
+    memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(1 if on_host else size)]
+    memory = memory[0] if on_host else memory
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             context.Process(target=work, args=(rank, size, folder, memory, results), daemon=True).start()
@@ -136,8 +140,10 @@ def on_processes(size, work, capacity=CAPACITY):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_come_in_the_order_of_the_ranks(size):
-    assert on_processes(size, run_rank) == [10] * size
+@pytest.mark.parametrize("on_host", [False, True])
+def test_parts_come_in_the_order_of_the_ranks(size, on_host):
+    """In buffers of each rank, or in some that all share."""
+    assert on_processes(size, partial(run_rank, on_host), on_host=on_host) == [10] * size
 
 
 @pytest.mark.interpreter
@@ -145,6 +151,26 @@ def test_parts_come_in_the_order_of_the_ranks(size):
 def test_ranks_share_the_sums_of_many_rows(size):
     """Each adds some of the rows. The bits are those of all parts added in pairs."""
     assert on_processes(size, sum_products, capacity=2**20) == [None] * size
+
+
+def test_a_norms_sums_take_a_buffer_in_their_turn():
+    """So no rank writes what another may still add up. Other sums are gathered: too many rows, not in their slot, three ranks."""
+
+    def peers(size):
+        memory = [torch.zeros(2 * CAPACITY + flag_bytes(size), dtype=torch.uint8) for _ in range(size)]
+        return PeerRanks(SimpleNamespace(rank=1, size=size), memory)
+
+    ranks = peers(2)
+    first = ranks.slot((2, 8), torch.float32)
+    sums = ranks.peer_parts(first.fill_(1))
+    assert (sums.place, sums.parts.sum((1, 2)).tolist()) == (0, [0, 16])
+    second = ranks.slot((2, 8), torch.float32)
+    assert second.data_ptr() - first.data_ptr() == CAPACITY
+    assert ranks.peer_parts(second.clone()) is ranks.peer_parts(ranks.slot((ROWS + 1, 1), torch.float32)) is None
+    assert ranks.peer_parts(second).place == CAPACITY
+    assert ranks.slot((2, 8), torch.float32).data_ptr() == first.data_ptr()
+    three = peers(3)
+    assert three.peer_parts(three.slot((2, 8), torch.float32)) is None
 
 
 @pytest.mark.interpreter
@@ -165,10 +191,13 @@ def test_what_stops_the_kernels_holds_no_group():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size):
+@pytest.mark.parametrize(("size", "on_host"), [(2, False), (4, False), (2, True)])
+def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size, on_host):
     """Divided as on GPUs: sums go straight into the buffers, and features are cut as those of the whole product."""
-    assert on_processes(size, run_decoder) == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size
+    assert (
+        on_processes(size, partial(run_decoder, on_host), on_host=on_host)
+        == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size
+    )
 
 
 @pytest.mark.interpreter
