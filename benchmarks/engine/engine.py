@@ -3,8 +3,9 @@
 Drafts come from a random head of any method, and the verifier `synthetic` accepts them at a given acceptance length. So the figures
 are those of the engine with a head of this acceptance, and the outputs mean nothing. Plain decoding is measured too. The rate is
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
-the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. With `text` every line is
-measured again with what costs the host most: stop strings, and the log-probabilities of TEXT_LOGPROBS tokens.
+the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. The text after a line says
+which kernels take the graph's time. With `text` every line is measured again with what costs the host most: stop strings, and the
+log-probabilities of TEXT_LOGPROBS tokens.
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
 keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long
@@ -24,7 +25,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from ...evaluation.results import Report, decimals, plain
+from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.step_recorder import NoSteadyState, record_steps
 from ...evaluation.timing import Repeatable, Times, release
 from ...inference.engine.seats import INTEGERS, NO_CHANGE
@@ -188,6 +189,8 @@ class EngineBench:
                 try:
                     row |= self.measure(llm, batch, asked)
                     self.report.add(row | self.floors(llm, row, speculative))
+                    if row["shares"]:
+                        self.report.note(f"         {shares_text(row['shares'])}")
                 except NoSteadyState as error:
                     self.report.note(f"{name}, batch {batch}: left out, {error}")
 
@@ -215,7 +218,8 @@ class EngineBench:
         mean = seconds * 1e3 / len(steps)
         chosen = num_steps_by_depth(plan) - before
         # The step of the whole tree alone: an engine that cuts the tree has several steps, and none to compare with.
-        graph = None if plan.measures else self.graph_alone(llm, batch, len(steps)).p50
+        alone = None if plan.measures else self.step_alone(llm, batch)
+        graph = alone and alone.time(len(steps)).p50
         return {
             "depth": sum(depth * count for depth, count in chosen.items()) / chosen.total()
             if chosen
@@ -227,6 +231,7 @@ class EngineBench:
             "graph": graph,
             "of_graph": graph and graph / mean,
             "steps": len(steps),
+            "shares": alone and alone.shares(),
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }
 
@@ -254,10 +259,10 @@ class EngineBench:
             found["over_library"] = row["mean"] / (floor - found["floor_products"] + library)
         return found
 
-    def graph_alone(self, llm, batch, repeats):
-        """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs.
+    def step_alone(self, llm, batch):
+        """The engine's own step without the engine, for requests in the middle of their outputs: a Repeatable.
 
-        It is replayed as often as the engine has stepped, because a card at its power limit slows down in the first second.
+        Time it as often as the engine has stepped: a card at its power limit slows down in the first second.
         """
         engine, settings = llm.engine, self.settings
         seats, device = engine.seats, llm.device
@@ -275,4 +280,4 @@ class EngineBench:
             seats.integers[:batch] = state  # each step would advance the requests
             engine.graphs.run(rows, False)
 
-        return Repeatable(step, device, captured=False).time(repeats)
+        return Repeatable(step, device, captured=False)
