@@ -46,9 +46,14 @@ class Peers(NamedTuple):
     flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [1 + ROWS, R, LINE], 0 before the first call
     counts: (
         torch.Tensor
-    )  # int32 [2 + ROWS] of this rank: calls, ended programs of this call, calls of each row; 0 first
+    )  # int32 [2 + ROWS] of this rank, 0 at first: calls, ended programs of this call, calls of each row
     stop: torch.Tensor  # int32 [1], pinned
     on_host: bool = False  # whether buffers, which all ranks share, and flags are in the host's memory
+
+    @property
+    def stored(self):
+        """Whether flags are stored: the interpreter, where processes share memory, adds to all."""
+        return self.on_host and not INTERPRETED
 
 
 def flag_bytes(size):
@@ -57,23 +62,29 @@ def flag_bytes(size):
 
 
 @jit
-def _fence(number):
-    """An acquire and release of the system's scope, by all threads, before what is computed from the result.  -> number"""
-    return tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], tl.int32, False, 1)
+def _store_flag(flag, call):
+    """A release by a store, for all other GPUs: what this program has written, or has been told of, comes before."""
+    release: tl.constexpr = "fence.acq_rel.sys; st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, $2;"
+    tl.inline_asm_elementwise(release, "=r,l,r", [flag, call], tl.int32, False, 1)
 
 
 @jit
-def meet(flags, counts, stop, first, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr):
+def _acquire(seen):
+    """What other GPUs wrote before they stored the flag that was seen can be read from here on."""
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], tl.int32, False, 1)
+
+
+@jit
+def meet(flags, counts, stop, first, RANK: tl.constexpr, SIZE: tl.constexpr, STORED: tl.constexpr):
     """Tell the other ranks that this one has come here, with all that it has written, and wait for them.
 
-    first: of the ranks' flags that are used, counted in flags; counts: where this rank counts them
+    first: of the ranks' flags that are used, counted in flags; counts: where this rank counts them; STORED: see Peers
     """
     call = tl.atomic_add(counts, 1, sem="relaxed", scope="gpu") + 1  # once for all warps; a load and a store would race
-    told = _fence(call) if ON_HOST else call
     for step in tl.static_range(1, SIZE):
         flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + (first + RANK) * FLAG
-        if ON_HOST:
-            tl.store(flag, told)
+        if STORED:
+            _store_flag(flag, call)
         else:
             tl.atomic_add(flag, 1, sem="release", scope="sys")
     stopped = 0
@@ -86,25 +97,25 @@ def meet(flags, counts, stop, first, RANK: tl.constexpr, SIZE: tl.constexpr, ON_
             looks += 1
             if looks % LOOK_AGAIN == 0:
                 stopped = tl.load(stop, volatile=True)
-        if ON_HOST:
-            _fence(behind)
+        if STORED:
+            _acquire(behind)
         else:
             tl.atomic_cas(flag, call, call, sem="acquire", scope="sys")  # its bits do not matter, its order does
 
 
 @jit
-def _end_part(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr):
+def _end_part(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, STORED: tl.constexpr):
     """At the end of a program: the last one of the call meets the other ranks."""
     tl.debug_barrier()  # of all threads of the program
     ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
     if ended == tl.num_programs(0) - 1:
         tl.store(counts + 1, 0)
-        meet(flags, counts, stop, 0, RANK, SIZE, ON_HOST)
+        meet(flags, counts, stop, 0, RANK, SIZE, STORED)
 
 
 @jit(do_not_specialize=["place", "count"])
 def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
-                 RANK: tl.constexpr, SIZE: tl.constexpr, BUFFERS: tl.constexpr, ON_HOST: tl.constexpr, BLOCK: tl.constexpr,
+                 RANK: tl.constexpr, SIZE: tl.constexpr, BUFFERS: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
                  OVERLAP: tl.constexpr):  # fmt: skip
     """part [C] -> words place + RANK C and on of every buffer; ALIGNED: to 16 bytes; IN_PLACE: it is there already in its own"""
     await_previous(OVERLAP)  # its counts are those of the call before
@@ -122,16 +133,16 @@ def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.c
             if ALIGNED:
                 slot = tl.multiple_of(slot, 16)
             tl.store(slot + at, found, mask=at < count)
-    _end_part(flags, counts, stop, RANK, SIZE, ON_HOST)
+    _end_part(flags, counts, stop, RANK, SIZE, STORED)
 
 
 @jit
 def _peer_barrier(
-    flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, ON_HOST: tl.constexpr, OVERLAP: tl.constexpr
+    flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, STORED: tl.constexpr, OVERLAP: tl.constexpr
 ):
     await_previous(OVERLAP)
     release_next(OVERLAP)
-    meet(flags, counts, stop, 0, RANK, SIZE, ON_HOST)
+    meet(flags, counts, stop, 0, RANK, SIZE, STORED)
 
 
 def words_of(part):
@@ -152,14 +163,14 @@ def peer_gather(part, place, peers, in_place=False):
     if programs:
         _peer_gather[(programs,)](
             words, peers.buffers, peers.flags, peers.counts, peers.stop, place, words.numel(), words.nbytes % 16 == 0, in_place,
-            peers.rank, peers.size, 1 if peers.on_host else peers.size, peers.on_host and not INTERPRETED, BLOCK, **overlap(part),
+            peers.rank, peers.size, 1 if peers.on_host else peers.size, peers.stored, BLOCK, **overlap(part),
         )  # fmt: skip
 
 
 def peer_barrier(peers):
     """Wait until every rank has come here, and with it all its kernels before."""
     _peer_barrier[(1,)](
-        peers.flags, peers.counts, peers.stop, peers.rank, peers.size, peers.on_host and not INTERPRETED,
+        peers.flags, peers.counts, peers.stop, peers.rank, peers.size, peers.stored,
         num_warps=1, **overlap(peers.flags),
     )  # fmt: skip
 

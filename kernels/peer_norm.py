@@ -4,7 +4,8 @@
 
 The bits are those of add_rms_norm (rms_norm.py) on the parts of all ranks, added in pairs. A program has one row. It meets the
 programs of that row on the other ranks, so a row waits for no other one, and a step has a kernel less for each sum. At most ROWS
-rows: programs of one row have to run at the same time on all ranks.
+rows: where a GPU does not hold so many programs, as an A100 with eight ranks and rows of 8,192, the lowest rows run first on all
+ranks, since GPUs start programs in the order of their numbers.
 
 Buffers, flags and `stop`: peer_gather.py. As there, a buffer is written again only after a call on the other one, whose flags each
 rank raises when the kernels before it have ended, whichever rows they had.

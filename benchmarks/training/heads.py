@@ -84,13 +84,13 @@ def main(arguments=None):
 
 def build_drafts(base, source, prompts, temperature, options, scratch):
     """{name of a draft: value of `tree`}: the chain, the static tree and, if the head can, the dynamic tree."""
-    depth = min(options.depth, source.most)
+    depth = min(options.depth, source.max_depth)
     llm = speculating(base, source, "chain", depth)
     params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=1, ignore_eos=True)
     rates = measure_acceptance(llm, prompts, params)["rates"]
     static = build_static_tree(rates, options.nodes)
     save_tree(static, scratch / "static.json", rates)
-    chain = min(options.chain, source.most)
+    chain = min(options.chain, source.max_depth)
     drafts = {
         f"chain of {chain}": ("chain", chain),
         f"static tree of {static.num_nodes}": (str(scratch / "static.json"), None),

@@ -7,6 +7,8 @@
 The last product of a block is not added up: its partial sums go straight into the norm after it. The decoder of the target and
 EAGLE's drafters are made of the same blocks. Not here: files (weights.py), differences of architectures (architectures.py).
 
+Where it says parts [S, M, H], several ranks may have PeerParts instead, which the norm after them takes as well.
+
 Letters: M rows, H hidden, I intermediate, V vocabulary, N x K a weight, S parts of a product, HQ and HK query and key heads, D head
 dimension, P positions.
 """

@@ -96,6 +96,7 @@ def _shapes(decoder):
     }
     if decoder.ranks.size > 1:
         common["rank"] = [decoder.ranks.rank, decoder.ranks.size]
+        common["sums"] = decoder.ranks.way
     if not decoder.is_packed:
         import transformers
 

@@ -6,7 +6,7 @@
 - q, k, v and gate, up are divided by features: whole heads, and stretches of the intermediate features. Key heads fewer than the
   ranks are held by several. The embedding and lm_head are divided by tokens, the last parts zero-padded.
 - o and down are divided along K, in ranges. Their fp32 sums are added as a binary tree: neighbours first, those of one rank by that
-  rank, so each hands on one sum; up to four by the next kernel, as it adds the two ranges of one GPU's product. Where one device
+  rank, so each hands on one sum; the last ones by the next kernel, as it adds the two ranges of one GPU's product. Where one device
   cuts these products into two ranges, two ranks give its bits; `invariant` cuts them into that many ranges on any N that divides
   it, 1 included (arXiv 2511.17826). Else every rank has one range, and the bits are those of this N alone (`keeps_bits`).
 - Norms, and everything after the logits, are computed by every rank.
@@ -56,9 +56,9 @@ class RowParallel:
         return self.ranks.shares(num_rows, len(weight), weight.dtype) if len(self.weights) == 1 else None
 
     def parts(self, x):
-        """Sums for the next kernel to add in pairs, at most four where N is a power of two, or what they add up to.
+        """What the next norm adds up: sums to be added in pairs, at most four where N is a power of two, or their sum.
 
-        x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype, or PeerParts, which a norm gathers
+        x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype, or PeerParts, which the norm gathers, too
         """
         if len(self.weights) == 1:
             total = self.ranks.sum_rows(partial(self._write_sums, x), len(x), self.shape[0], x.dtype)

@@ -27,9 +27,12 @@ class RankLost(RuntimeError):
 
 
 class Alone:
-    """A group of one."""
+    """A group of one.
 
-    rank, size = 0, 1
+    way: how the sums of several ranks reach a norm; each has its own kernels
+    """
+
+    rank, size, way = 0, 1, "gathered"
 
     def begin(self):
         """Before the first gather of a pass over the model."""
@@ -42,7 +45,7 @@ class Alone:
         return part[None]
 
     def peer_parts(self, part):
-        """The same sums, which a norm gathers by itself (kernels/peer_norm.py); None where `gather` is the way.
+        """The parts that `gather` would bring, for a norm that gathers them by itself (kernels/peer_norm.py); None: gather them.
 
         part [M, H]: this rank's, in the slot of its shape
         """

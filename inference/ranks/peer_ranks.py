@@ -96,13 +96,14 @@ def _stop(number):
 class PeerRanks:
     """host: GlooRanks of the same ranks, for what is on the CPU; memory: of shared_memory, or of shared_host_memory (on_host)
 
-    Over the host's memory parts are gathered alone: no rank writes its sums there, or another's rows.
+    The host's memory is for gathers alone: sums are computed elsewhere, and copied there.
     """
 
     def __init__(self, host, memory, on_host=False):
         self.rank, self.size, self._host = host.rank, host.size, host
         self._memory = memory = [memory] * host.size if on_host else memory
         self._own, self._on_host, self._turn = memory[self.rank], on_host, 0
+        self.way = "gathered" if on_host or host.size not in SIZES else "sent by the norm"
         own, each = self._own, flag_bytes(host.size)
         self._capacity = (len(own) - each * (host.size if on_host else 1)) // 2
         starts = torch.tensor([one.data_ptr() for one in memory], dtype=torch.int64)

@@ -175,8 +175,8 @@ def check_gpus(first, size):
         warnings.warn(
             f"{given}: GPU {pair[0]} cannot reach the memory of GPU {pair[1]} (peer access), so the ranks' sums pass through the "
             "host's memory: the same bits, but a step takes 1.2 to 2.2 times as long, and a long prompt 5 times (two H200s). GPUs "
-            "that NVLink or one PCIe switch connects reach each other (nvidia-smi topo -p2p r); CUDA_VISIBLE_DEVICES chooses them",
-            stacklevel=6,
+            "that NVLink connects reach each other (nvidia-smi topo -p2p r); CUDA_VISIBLE_DEVICES chooses them",
+            stacklevel=4,  # where the LLM is made
         )
 
 

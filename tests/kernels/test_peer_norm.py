@@ -9,8 +9,8 @@ from headstart.kernels.peer_gather import ROWS, Peers, flag_bytes, peer_barrier,
 from headstart.kernels.peer_norm import PeerParts, peer_add_rms_norm
 from headstart.kernels.rms_norm import add_rms_norm
 
-CAPACITY = 2**17  # bytes of each of two buffers
-SHAPES = [(3, 48), (ROWS, 7), (1, 100)]
+CAPACITY = 2**18  # bytes of each of two buffers
+SHAPES = [(3, 48), (ROWS, 7), (1, 100), (2, 2304)]  # the last: a piece of a row that is not full
 TURNS = 4
 WRAPS = 2**31 - 5  # calls until counts do
 

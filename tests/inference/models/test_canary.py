@@ -5,14 +5,18 @@ import os
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import headstart.inference.models.blocks as blocks_module
 import headstart.inference.models.canary as canary
+import headstart.inference.models.division as division_module
 from headstart.inference.llm import LLM
 from headstart.inference.models.decoder import Decoder
+from headstart.inference.models.division import Division
+from headstart.inference.models.transport import ALONE
+from headstart.inference.models.weights import random_weights
 from headstart.kernels.attention import tile_attention as tile_module, tree_attention as tree_module
-from headstart.kernels.linear.linear import linear_reference
+from headstart.kernels.linear.linear import linear_reference, linear_sums
 from headstart.kernels.numerics import NUMERICS, Numerics
 from headstart.tests.kernels.mutants import mutated
 
@@ -131,6 +135,25 @@ def test_a_product_that_differs_by_rows_is_named(name, least, decoder, monkeypat
     fault = canary.find_fault(decoder)
     assert fault.startswith(name)
     assert f"among {next(rows for rows in canary.CPU_ROWS if rows >= least)} rows" in fault
+
+
+@pytest.mark.parametrize("name", ["out", "down"])
+def test_a_product_in_ranges_that_differs_by_rows_is_named(name, monkeypatch):
+    config = LlamaConfig(**SHAPE)
+    division = Division(config, ALONE, invariant=2)
+    ranged = Decoder(random_weights(config, torch.float32, "cpu", division=division), config, 512, division)
+    assert canary.find_fault(ranged) is None
+    layer = ranged.layers[0]
+    last = {"out": layer.attention.out, "down": layer.mlp.down}[name].weights[1]
+
+    def faulty(x, w, *given):
+        found = linear_sums(x, w, *given)
+        if w is last and len(x) >= 6:
+            found[0, 0] += 1  # the last bit of a part may be lost in the sum
+        return found
+
+    monkeypatch.setattr(division_module, "linear_sums", faulty)
+    assert canary.find_fault(ranged).startswith(name)
 
 
 def test_a_product_that_differs_by_the_place_of_a_row_is_named(decoder, monkeypatch):

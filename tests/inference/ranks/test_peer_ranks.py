@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import tempfile
 import weakref
 from datetime import timedelta
@@ -17,7 +18,8 @@ from headstart.inference.models.decoder import ForwardPass
 from headstart.inference.models.division import WHOLE, Division, RowParallel, in_pairs
 from headstart.inference.models.modules.divided_products import FeatureDivision
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
-from headstart.inference.models.transport import ALONE, GlooRanks
+from headstart.inference.models.transport import ALONE, GlooRanks, RankLost
+from headstart.inference.ranks import host_memory
 from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
 from headstart.inference.speculation.drafters.lm_heads import LMHeads, products
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
@@ -211,6 +213,45 @@ def test_divided_lm_heads_give_the_scores_of_whole_ones(size):
 def test_a_module_on_the_kernels_gives_the_bits_of_one_device(model_type, size, monkeypatch):
     monkeypatch.setattr(divided_weight, "SMALL", 0)
     assert on_processes(size, partial(run_module, model_type)) == [module_scores(model_type)] * size
+
+
+def map_and_write(rank, size, folder, memory, results):
+    """What rank 0 reads of the bytes that each rank wrote, and whether its files are closed."""
+    torch.set_num_threads(1)
+    host = GlooRanks(folder, rank, size)
+    before = len(os.listdir("/proc/self/fd"))
+    mapping = host_memory.shared_mapping(host, 4096)
+    zero = not any(mapping[:])
+    host.least(0)
+    mapping[rank] = rank + 1
+    host.least(0)
+    # The mapping itself holds a copy of the descriptor.
+    results.put((zero, list(mapping[: size + 1]), len(os.listdir("/proc/self/fd")) - before))
+
+
+def test_ranks_map_the_same_memory_of_the_host():
+    assert on_processes(3, map_and_write) == [(True, [1, 2, 3, 0], 1)] * 3
+
+
+def test_memory_of_the_host_that_ranks_do_not_come_to_is_closed():
+    def lost(number):
+        raise RankLost("rank 1 of 2 was ended by SIGKILL")
+
+    host = SimpleNamespace(rank=0, size=2, store=SimpleNamespace(set=lambda *_: None), least=lost)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RankLost):
+        host_memory.shared_mapping(host, 4096)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_memory_of_the_host_that_a_gpu_cannot_map_is_said(monkeypatch):
+    def refuse(status):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    with pytest.raises(RuntimeError, match=r"cuda:1 cannot map 1 MiB of the host's memory.*out of memory.*ulimit -l"):
+        host_memory._Registered(bytearray(2**20), torch.device("cuda", 1))
 
 
 def test_ranks_meet_whatever_their_processes_exchanged_before(tmp_path):
