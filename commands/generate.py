@@ -46,7 +46,10 @@ def run(arguments):
     if arguments.compare and speculative is None:
         raise ValueError("--compare shows a head beside plain decoding: name a head with --head")
     if arguments.compare and (arguments.tensor_parallel_size > 1 or arguments.tensor_parallel_invariant):
-        raise ValueError("--compare runs two engines on the same weights, which ranks that divide them cannot do yet")
+        raise ValueError(
+            "--compare runs two engines on the same weights, and divided ones (--tensor-parallel-size, "
+            "--tensor-parallel-invariant) are not shared yet: leave out one or the other"
+        )
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,

@@ -118,7 +118,7 @@ REFUSED = {
 # Of use here, and not built: what there is instead.
 NOT_YET = {
     "--adapter merges one LoRA adapter": ("lora-modules", "max-cpu-loras", "lora-dtype"),
-    "one GPU runs the whole model; start a process per GPU, behind a proxy": (
+    "only tensor-parallel-size divides a model; start several servers behind a proxy": (
         "data-parallel-size-local", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address",
         "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
         "prefill-context-parallel-size", "nnodes", "node-rank", "master-addr", "master-port", "all2all-backend", "enable-eplb",

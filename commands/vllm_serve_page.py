@@ -49,7 +49,7 @@ NOTES = {
     "dtype": "`auto`, `bfloat16`, `float16`, `half`, `float32`, `float`",
     "load-format": "`auto` or `dummy`",
     "logprobs-mode": "`raw_logprobs` or `processed_logprobs`",
-    "tensor-parallel-size": "1 on a GPU; on a CPU others, too ([engine.md](engine.md#several-ranks))",
+    "tensor-parallel-size": "one process and GPU each ([engine.md](engine.md#several-ranks))",
     "seed": "of requests without one; a secret number, new at every start, if not given",
     "speculative-config": "the keys are listed in [vllm_api.md]",
     "generation-config": "`auto` or `vllm`",

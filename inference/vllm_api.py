@@ -6,10 +6,10 @@ the same name here needs no row. The rows of speculative_config are in inference
 
 from ..heads.storage.keywords import ANY, Theirs
 
-ONE_GPU = "one GPU runs the whole model: leave it out"
+ONE_GPU = "only tensor_parallel_size divides a model: leave it out"
 TEXT_ONLY = "prompts hold no images or sounds, so there is nothing to limit"
 NO_LORA = "without enable_lora it limits nothing"
-SHARED_GPUS = "one GPU runs the whole model"
+SHARED_GPUS = "only tensor_parallel_size divides a model"
 IN_CONFIG = "write it into the model folder's config.json"
 STRUCTURED = "give SamplingParams(structured_outputs=StructuredOutputsParams(json=...)), or regex, choice, grammar"
 SPECULATE = "give speculative_config={'model': ..., 'num_speculative_tokens': ...}"

@@ -190,7 +190,7 @@ class EngineBench:
                     row |= self.measure(llm, batch, asked)
                     self.report.add(row | self.floors(llm, row, speculative))
                     if row["shares"]:
-                        self.report.note(f"         {shares_text(row['shares'])}")
+                        self.report.note(f"         the graph's time: {shares_text(row['shares'])}")
                 except NoSteadyState as error:
                     self.report.note(f"{name}, batch {batch}: left out, {error}")
 

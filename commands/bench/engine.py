@@ -8,7 +8,7 @@ EXAMPLE = (
 )
 DETAILS = (
     "Measured through LLM.generate, in the steady state between the last prompt and the first end of an output.\n"
-    "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
+    "of graph: the step's CUDA graph alone over the time the engine takes per step; the line below names its kernels.\n"
     "floor: the weights' products or bytes, whichever take longer, the keys and values, the drafts' weights, at the rates\n"
     "of a copy and of a large product under load. library: the library's products for the same rows and weights alone.\n"
     "x library: over the floor with that time of the products, since few rows never reach a large product's rate.\n"

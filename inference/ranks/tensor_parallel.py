@@ -146,8 +146,8 @@ class TensorParallel:
         if not division.keeps_bits:
             warnings.warn(
                 f"with tensor_parallel_size={self.size} outputs are the same bits with and without speculation, but not those of "
-                "another tensor_parallel_size: sums of some products are cut at other places. tensor_parallel_invariant, given "
-                "to both, makes them the same",
+                "another tensor_parallel_size: sums of some products are cut at other places. The same tensor_parallel_invariant, "
+                "given with each of them, makes them equal",
                 stacklevel=5,  # where the LLM is made
             )
 

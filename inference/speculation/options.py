@@ -31,7 +31,7 @@ SPECULATIVE = (
     Theirs("enforce_eager", (None, False), "give enforce_eager to the LLM"),
     Theirs("attention_backend", (None,), "the engine has its own attention: leave it out"),
     Theirs("disable_padded_drafter_batch", ANY, "drafts of a batch have one shape; the tokens do not depend on it"),
-    Theirs("use_local_argmax_reduction", ANY, "one GPU runs the whole model"),
+    Theirs("use_local_argmax_reduction", ANY, "lm_heads are divided as draft_tensor_parallel_size says"),
     Theirs("parallel_drafting", (False,), "take Medusa heads, which draft all depths at once"),
     Theirs("disable_by_batch_size", (None,), "say adaptive=True, or give num_speculative_tokens_per_batch_size"),
     Theirs("disable_logprobs", ANY, "log-probabilities are those of the target, with and without drafts"),

@@ -27,7 +27,7 @@ from headstart.tests.inference.server.serving import HEADS, TARGET, running
         (["x", "--tree", "static"], "says how a head drafts"),
         (["x", "--port", "99999"], "--port must be"),
         (["x", "--tool-call-parser", "pythonic"], "must be one of hermes, mistral, llama3_json"),
-        (["x", "--pipeline_parallel_size", "2"], "one GPU runs the whole model"),
+        (["x", "--pipeline_parallel_size", "2"], "only tensor_parallel_size divides a model"),
         (["x", "--quantization=awq"], "weights are not quantised"),
         (["x", "--rot-path", "/y"], "headstart serve --help lists the options"),
         (["./missing", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--port", "0"], "no model folder"),
