@@ -5,6 +5,7 @@
 It has no name in a file system, so nothing of it outlasts the processes, and no limit but the host's memory.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -36,7 +37,7 @@ class _Registered:
 
     def __del__(self):
         if hasattr(self, "__cuda_array_interface__") and not torch.cuda._is_in_bad_fork():
-            with torch.cuda.device(self._device):
+            with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):  # at exit the driver may be gone
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaHostUnregister(self._mapping.data_ptr())
 
