@@ -41,7 +41,7 @@ def run_rank(rank, size, memory, first, stop, results):
         place = turn % 2 * CAPACITY
         held = memory[rank][place : place + parts.nbytes].view(torch.float32).view(parts.shape)
         multiplier = 0.3 if turn % 5 == 4 else 1.0
-        if turn % 4 == 3:  # a gather takes its turn among the norms
+        if turn % 5 == 3:  # a gather takes its turn among the norms, of another shape each time
             peer_gather(parts[rank], place, peers)
             found, expected = [held], [parts]
         else:
