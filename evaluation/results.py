@@ -10,6 +10,7 @@ Every file of benchmarks/results/ is such an object (SCHEMA):
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -104,7 +105,7 @@ class Report:
 
 def command_line(script, arguments=None):
     """The command line of a script: `python SCRIPT ...`.  arguments: list of str, None for the process's own"""
-    return " ".join(["python", script, *(sys.argv[1:] if arguments is None else map(str, arguments))])
+    return shlex.join(["python", script, *(sys.argv[1:] if arguments is None else map(str, arguments))])
 
 
 def result_path(output):

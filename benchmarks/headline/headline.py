@@ -119,14 +119,16 @@ def main(arguments=None):
     else:
         work.add_command(command)
     run = Run(settings, work, device, sources, options.gpus or gpus, sys.argv[1:] if arguments is None else arguments)
-    for stage in stages:
-        began = time.perf_counter()
-        print(f"\n{stage}: {run.estimate(stage)}", flush=True)
-        run.stage(stage)
-        print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
-    collect(work, report)
-    # Not Report.finish, which prints the whole object: it has hundreds of kilobytes.
-    write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
+    try:
+        for stage in stages:
+            began = time.perf_counter()
+            print(f"\n{stage}: {run.estimate(stage)}", flush=True)
+            run.stage(stage)
+            print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
+    finally:  # what was finished before a signal or an error, too
+        collect(work, report)
+        # Not Report.finish, which prints the whole object: it has hundreds of kilobytes.
+        write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
     left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
     print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
     if run.failed:

@@ -1,4 +1,5 @@
-"""Tables of the headline's page, from the rows of several seeds. Figures are means over the seeds; intervals cover all of them.
+"""Tables of the headline's page, from the rows of several seeds. Figures are means over the seeds that have them, and a cell names
+the seeds that do not; intervals cover all of them.
 
 A cell's interval goes from the lowest end of a seed's interval to the highest one: it is wide enough for what differs between
 trainings, as far as so few seeds tell. Claims are tested on differences within a seed: the prompts and the tokens are the same.
@@ -20,12 +21,13 @@ ORDER = ("EAGLE-3", "EAGLE", "MLP speculator", "Medusa")
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure of all seeds.  values, lows, highs: by seed; draft: what kind of draft"""
+    """A figure of the seeds that have it.  values, lows, highs: by seed; draft: what kind of draft; lacking: seeds without it"""
 
     values: tuple
     lows: tuple
     highs: tuple
     draft: str
+    lacking: tuple = ()
 
     @property
     def mean(self):
@@ -46,7 +48,7 @@ class Cell:
 
     def text(self):
         kind = {"grown tree": ", grown", "static tree": ", static"}.get(self.draft, "")
-        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f}{kind})"
+        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f}{kind}{without(self.lacking)})"
 
 
 class Figures:
@@ -68,22 +70,26 @@ class Figures:
         return [row for row in result["rows"] if row["table"] == table]
 
     def found(self, source, subject, temperature, draft, batch):
-        """A row of every seed that has it.  draft: CHAIN or TREE"""
+        """The row of every seed, None of a seed that has none.  draft: CHAIN or TREE"""
         found = []
         for rows in self.acceptance:
             place = (source, subject, temperature, batch)
             here = [row for row in rows if place == (row["source"], row["subject"], row["temperature"], row["batch"])]
-            found += [row for row in here if (row["draft"] == CHAIN if draft == CHAIN else row["best_tree"])][:1]
+            found.append(
+                next((row for row in here if (row["draft"] == CHAIN if draft == CHAIN else row["best_tree"])), None)
+            )
         return found
 
     def cell(self, *place):
-        """The Cell of a place, or None if a seed has no figure for it."""
-        found = self.found(*place)
-        if len(found) < len(self.results):
+        """The Cell of a place, or None if no seed has a figure for it."""
+        rows = self.found(*place)
+        lacking = tuple(seed for seed, row in zip(self.seeds, rows) if row is None)
+        found = [row for row in rows if row is not None]
+        if not found:
             return None
         parts = ([row[name] for row in found] for name in ("acceptance_length", "low", "high"))
         kinds = {row["draft"] for row in found}
-        return Cell(*map(tuple, parts), kinds.pop() if len(kinds) == 1 else "")
+        return Cell(*map(tuple, parts), kinds.pop() if len(kinds) == 1 else "", lacking)
 
     def pairs(self, better, worse, better_draft, worse_draft, temperatures=TEMPERATURES):
         """Pairs of rows of the same seed, subject and temperature, with many requests at once."""
@@ -92,9 +98,13 @@ class Figures:
             for temperature in temperatures:
                 greater = self.found(better, subject, temperature, better_draft, self.batch)
                 less = self.found(worse, subject, temperature, worse_draft, self.batch)
-                if len(greater) == len(less) == len(self.results):
-                    pairs += zip(greater, less)
+                pairs += [pair for pair in zip(greater, less) if None not in pair]
         return pairs
+
+
+def without(seeds):
+    """What a cell says of seeds that have no such figure."""
+    return f"; none of seed {', '.join(map(str, seeds))}" if seeds else ""
 
 
 def table(header, lines):
@@ -109,7 +119,7 @@ def acceptance_table(figures, subject, batch):
     lines = []
     for source in figures.sources:
         cells = [figures.cell(source, subject, temperature, draft, batch) for draft, temperature in places]
-        there = [cell for cell in cells if cell]
+        there = [cell for cell in cells if cell and not cell.lacking]
         agreeing = sum(cell.seeds_agree for cell in there)
         agree = "one seed" if len(figures.seeds) < 2 else f"{agreeing} of {len(there)}"
         lines.append([source, *(cell.text() if cell else "" for cell in cells), agree])
@@ -194,27 +204,30 @@ def speed_table(figures):
             lines.append(["plain decoding", str(batch), *[rates_text(rates)] * len(places)])
         kinds = [(row["source"], row["draft"]) for rows in figures.speed for row in rows if row["batch"] == batch]
         for source, draft in sorted(dict.fromkeys(kinds), key=lambda kind: figures.sources.index(kind[0])):
-            cells = [replayed(figures.speed, source, place, batch, draft) for place in places]
+            cells = [replayed(figures, figures.speed, source, place, batch, draft) for place in places]
             lines.append([f"{source}, {draft}", str(batch), *cells])
     names = dict.fromkeys(row["source"] for rows in figures.library for row in rows)
-    lines += [[name, "1", *(replayed(figures.library, name, place) for place in places)] for name in names]
+    lines += [[name, "1", *(replayed(figures, figures.library, name, place) for place in places)] for name in names]
     return table(header, lines)
 
 
-def replayed(tables, source, place, batch=None, draft=None):
-    """A cell of the table of speed."""
-    rows = [
-        row
-        for rows in tables
-        for row in rows
-        if (row["source"], row["subject"], row["temperature"], row.get("batch"), row.get("draft"))
-        == (source, *place, batch, draft)
-    ]
+def replayed(figures, tables, source, place, batch=None, draft=None):
+    """A cell of the table of speed.  tables: rows by seed"""
+    rows, lacking = [], []
+    for seed, of_seed in zip(figures.seeds, tables):
+        wanted = (source, *place, batch, draft)
+        names = ("source", "subject", "temperature", "batch", "draft")
+        row = next((row for row in of_seed if tuple(row.get(name) for name in names) == wanted), None)
+        if row is None:
+            lacking.append(seed)
+        else:
+            rows.append(row)
     if not rows:
         return ""
     speedups = [row["speedup"] for row in rows]
     low, high = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
-    return f"{rates_text([row['tokens_per_second'] for row in rows])}, {low if low == high else f'{low} to {high}'}x"
+    times = low if low == high else f"{low} to {high}"
+    return f"{rates_text([row['tokens_per_second'] for row in rows])}, {times}x{without(lacking)}"
 
 
 def rates_text(rates):

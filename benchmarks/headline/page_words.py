@@ -3,7 +3,7 @@
 INTRODUCTION = """
 Written by `benchmarks/headline/page.py` from {names} of `benchmarks/results`; no figure here is typed by hand. One command a seed
 trains a chat target of {parameters} million parameters on Python functions and grade-school mathematics, lets it answer training
-prompts, trains every family on these answers for the same minutes, and measures on held-out prompts ({hardware}; seeds {seeds};
+prompts, trains every family on these answers for the same minutes, and measures on held-out prompts ({hardware}; {seeds};
 commit {commit}):
 """
 

@@ -66,17 +66,17 @@ class Replay:
             enforce_eager=True,
         )
         self.dice, self.began = random.Random(0), time.perf_counter()
-        llm, self.plain = self.engine(None), {}
+        llm, self.plain = self.engine(None, settings.batch), {}
         for batch in dict.fromkeys((1, settings.batch)):
             self.plain[batch] = self.step(llm, batch)
             print(f"plain, batch {batch}: {self.plain[batch]['tokens_per_second']:.0f} tokens/s", flush=True)
 
-    def engine(self, speculative):
+    def engine(self, speculative, seats):
         release(self.device)
         return LLM(
             self.base,
             max_model_len=self.length,
-            max_num_seqs=self.settings.batch,
+            max_num_seqs=seats,
             speculative_config=speculative,
         )
 
@@ -118,8 +118,9 @@ class Replay:
                 if draft != "chain":
                     config["tree"] = str(Path(folder) / "tree.json")
                     Path(config["tree"]).write_text(found["trees"][f"{temperature:g}"])
-                llm = self.engine(config)
-            for batch in dict.fromkeys((1, self.settings.batch) if draft == "chain" else (1,)):
+                batches = dict.fromkeys((1, self.settings.batch) if draft == "chain" else (1,))
+                llm = self.engine(config, max(batches))
+            for batch in batches:
                 rows += self.rows(measured, llm, batch)
             del llm
         figures = {"name": source.name, "rows": rows, "plain": self.plain, "shape": self.settings.shape}

@@ -48,7 +48,7 @@ class Settings:
     max_tokens: int = option(128, "new tokens of a measured prompt", tiny=16)
     shape: str = option("llama-3-8b", "shape of the second table; `target`: the trained target's own", tiny="target")
     speed_prompt: int = option(1000, "prompt tokens of the second table", tiny=32)
-    speed_tokens: int = option(256, "new tokens of the second table", tiny=40)
+    speed_tokens: int = option(512, "new tokens of the second table; the first steps admit prompts", tiny=40)
 
     def __post_init__(self):
         for one in fields(self):

@@ -183,6 +183,24 @@ def test_a_part_that_fails_does_not_end_the_others(mathematics, tmp_path, monkey
     assert set(json.loads((work.folder / "result.json").read_text())["facts"]["heads"]) == {"medusa", "eagle-3"}
 
 
+def test_an_interrupt_writes_what_was_finished(mathematics, tmp_path, monkeypatch, one_thread):
+    work = WorkFolder(tmp_path / "work", Settings.at("tiny", math=mathematics))
+    only = "Medusa; n-gram"
+
+    def train(source, *given):
+        work.keep("heads", source.slug, {"name": source.name})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(headline, "train_head", train)
+    call = ["--work", str(work.folder), "--scale", "tiny", "--math", mathematics, "--stage", "heads", "--only", only]
+    with pytest.raises(KeyboardInterrupt):
+        headline.main(call)
+    result = json.loads((work.folder / "result.json").read_text())
+    assert set(result["facts"]["heads"]) == {"medusa"}
+    # The page shows the command as it can be pasted.
+    assert f"--only '{only}'" in result["facts"]["commands"][0]
+
+
 def test_a_process_that_fails_leaves_what_it_and_the_others_finished(mathematics, tmp_path, monkeypatch, capsys):
     settings = Settings.at("tiny", math=mathematics)
     work = WorkFolder(tmp_path, settings)
