@@ -84,6 +84,16 @@ def prefill_launches(splits, operands=1):
         yield launch._replace(features=launch.features // operands)
 
 
+def shared_launches():
+    """Launches for the decode kernel's widest row tile whose programs hand over sums (linear_handover.py).
+
+    With tiles of 64 features a program reads two bytes of 128 rows for each byte of weights, all through the L2. Wider tiles read
+    fewer, but are too few for all multiprocessors unless they are shared.
+    """
+    for features, stages, warps in ((64, 8, 4), (128, 6, 4), (128, 6, 8), (256, 4, 8)):
+        yield PrefillLaunch(DECODE_ROWS, features, 64, stages, warps, 1, True, True)
+
+
 def _runs(launch, N, splits, rows):
     """Whether a launch takes so many rows: one whose tiles are handed over needs a program for each row tile."""
     handover = isinstance(launch, PrefillLaunch) and launch.handover
@@ -97,7 +107,12 @@ def cases_of(products, rows, dtype):
         shapes = [torch.empty(size, K, dtype=dtype, device="meta") for size in (count, N)]
         prefill, operands = count > DECODE_ROWS and maps_fit(*shapes), 1 + (name == "gate_up")
         for splits in (1,) if name == "gate_up" else (1, 2, 4):
-            launches = prefill_launches(splits, operands) if prefill else decode_launches(tile_rows(count), operands)
+            if prefill:
+                launches = prefill_launches(splits, operands)
+            else:
+                widest = operands == 1 and tile_rows(count) == DECODE_ROWS and maps_fit(*shapes)
+                shared = shared_launches() if widest else ()
+                launches = [*decode_launches(tile_rows(count), operands), *shared]
             cases += [Case(name, N, K, count, splits, launch) for launch in launches if _runs(launch, N, splits, count)]
     return cases
 

@@ -68,6 +68,10 @@ def test_the_sweep_tries_launches_for_every_product_rows_and_splits():
     assert len(set(cases)) == len(cases) > 100
     more = cases_of({"o": (512, 512)}, (16384,), torch.bfloat16)  # more row tiles of 64 than programs
     assert {case.launch.rows for case in more if case.launch.handover} == {128, 192, 256}
+    few = cases_of({"o": (512, 512), "gate_up": (1024, 512)}, (96, 128), torch.bfloat16)
+    shared = [case for case in few if getattr(case.launch, "handover", False)]
+    assert {(case.name, case.count, case.splits) for case in shared} == {("o", 128, splits) for splits in (1, 2, 4)}
+    assert {case.launch.features for case in shared} == {64, 128, 256}
 
 
 def test_every_verifier_has_a_line_with_and_without_filters(shape, capsys):
