@@ -259,7 +259,9 @@ def run(arguments):
             tell_error("headstart serve", error)
             return 1
         names = ", ".join(options.served_model_names or (info.model_name,))
-        ready = f"serves {names}; {_describe(info.tree, speculative)}"
+        ranks = arguments.tensor_parallel_size
+        places = f" on {ranks} ranks" if ranks > 1 else ""
+        ready = f"serves {names}{places}; {_describe(info.tree, speculative)}"
         end_without_collecting()
         return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {_api(url)} {ready}"))
 

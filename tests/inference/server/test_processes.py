@@ -224,6 +224,7 @@ def test_two_ranks_serve_the_answers_of_one_and_end_together(target_llm_of_range
     process = Process("-tp", "2", "--tensor-parallel-invariant", "2", "--tree", "static")
     try:
         process.wait()
+        assert " on 2 ranks; " in process.line
         params = dict(temperature=0.9, max_tokens=16)
         own = target_llm_of_ranges.generate([PROMPTS[0]], SamplingParams(seed=1, logprobs=1, **params))[0].outputs[0]
         body = {"prompt": PROMPTS[0], "seed": 1, "logprobs": 1, "return_token_ids": True, **params}
