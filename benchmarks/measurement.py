@@ -1,5 +1,6 @@
 """Options shared by benchmarks on random weights, and a parser for lists of numbers."""
 
+import shlex
 import sys
 
 from ..inference.arguments import add_device
@@ -35,7 +36,7 @@ def measurement(arguments):
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
     dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     choose_threads(config_of_shape(arguments.shape), device)
-    command = " ".join(["headstart", *sys.argv[1:]])
+    command = shlex.join(["headstart", *sys.argv[1:]])
     return dict(device=str(device), dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
 
 

@@ -35,6 +35,7 @@ a limit in the middle of `target` loses it; of other stages it loses the part th
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -125,10 +126,15 @@ def main(arguments=None):
             print(f"\n{stage}: {run.estimate(stage)}", flush=True)
             run.stage(stage)
             print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
-    finally:  # what was finished before a signal or an error, too
-        collect(work, report)
-        # Not Report.finish, which prints the whole object: it has hundreds of kilobytes.
-        write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
+    except (
+        BaseException
+    ):  # Ctrl-C, too: what was finished stands beside the result, which an earlier call may have written
+        with contextlib.suppress(Exception):
+            write_figures(work, report, report.unfinished)
+            print(f"what was finished before: {report.unfinished}", file=sys.stderr)
+        raise
+    write_figures(work, report, report.path)
+    report.unfinished.unlink(missing_ok=True)
     left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
     print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
     if run.failed:
@@ -281,6 +287,12 @@ class Run:
             self.failed += [f"{stage} of {name}" for name in share if name in self.parts(stage)]
         if failed and not set(left) - set(self.parts(stage)):
             raise ValueError(f"no part of {stage} was finished, see {', '.join(log for _, log in failed)}")
+
+
+def write_figures(work, report, path):
+    """Write all figures of the folder.  Not Report.finish, which prints the whole object: it has hundreds of kilobytes."""
+    collect(work, report)
+    write_json(path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
 
 
 def collect(work, report):

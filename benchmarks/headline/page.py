@@ -21,6 +21,7 @@ from headstart.benchmarks.headline.page_tables import (
     claims,
     speed_table,
     table,
+    without,
 )
 from headstart.benchmarks.headline.page_words import (
     CLAIMS,
@@ -96,7 +97,7 @@ def draw(figures):
         for draft in (CHAIN, TREE):
             cell = figures.cell(source, SUBJECTS[0], 0.0, draft, figures.batch)
             if cell:
-                bars.append((f"{source}, {draft}", cell.mean, cell.low, cell.high))
+                bars.append((f"{source}, {draft}{without(cell.lacking)}", cell.mean, cell.low, cell.high))
     return bar_chart(bars, title="Held-out Python code at temperature 0", unit="tokens a step; 1 is plain decoding")
 
 

@@ -92,19 +92,21 @@ class Figures:
         return Cell(*map(tuple, parts), kinds.pop() if len(kinds) == 1 else "", lacking)
 
     def pairs(self, better, worse, better_draft, worse_draft, temperatures=TEMPERATURES):
-        """Pairs of rows of the same seed, subject and temperature, with many requests at once."""
-        pairs = []
+        """Pairs of rows of the same seed, subject and temperature, with many requests at once.  -> pairs, how many are lacking"""
+        pairs, lacking = [], 0
         for subject in SUBJECTS:
             for temperature in temperatures:
                 greater = self.found(better, subject, temperature, better_draft, self.batch)
                 less = self.found(worse, subject, temperature, worse_draft, self.batch)
-                pairs += [pair for pair in zip(greater, less) if None not in pair]
-        return pairs
+                there = [pair for pair in zip(greater, less) if None not in pair]
+                lacking += len(self.results) - len(there) if there else 0
+                pairs += there
+        return pairs, lacking
 
 
 def without(seeds):
     """What a cell says of seeds that have no such figure."""
-    return f"; none of seed {', '.join(map(str, seeds))}" if seeds else ""
+    return f"; seed {', '.join(map(str, seeds))} not measured" if seeds else ""
 
 
 def table(header, lines):
@@ -128,10 +130,14 @@ def acceptance_table(figures, subject, batch):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper or theory gives.  pairs: rows (that should have the greater figure, that should have the less)"""
+    """What a paper or theory gives.
+
+    pairs: rows (that should have the greater figure, that should have the less); lacking: comparisons that a seed does not have
+    """
 
     words: str
     pairs: list
+    lacking: int = 0
 
     def line(self):
         """Words, counts of comparisons, verdict; a comparison is one seed's figure on one subject at one temperature."""
@@ -142,7 +148,7 @@ class Claim:
         counts = [
             f"{len(some)} of {len(found)} ({number} clear)" for some, number in ((above, clear), (below, clear_below))
         ]
-        return [self.words, *counts, verdict]
+        return [self.words, *counts, verdict + (f"; {self.lacking} not measured" if self.lacking else "")]
 
 
 def judge(total, above, clear, below, clear_below):
@@ -177,14 +183,19 @@ def claims(figures):
     found = []
     for better, worse in pairwise(ORDER):
         for draft in (CHAIN, TREE):
-            found.append(Claim(f"{better} > {worse}, {draft}", figures.pairs(better, worse, draft, draft)))
-    pairs = [pair for source in figures.sources for pair in figures.pairs(source, source, TREE, CHAIN)]
-    found.append(Claim("best tree > chain", pairs))
+            found.append(Claim(f"{better} > {worse}, {draft}", *figures.pairs(better, worse, draft, draft)))
+    found.append(Claim("best tree > chain", *together(figures.pairs(one, one, TREE, CHAIN) for one in figures.sources)))
     rivals = [(one.name, one.rival) for one in SOURCES if one.rival]
     for temperature in TEMPERATURES:
-        pairs = [pair for lk, kl in rivals for pair in figures.pairs(lk, kl, CHAIN, CHAIN, (temperature,))]
-        found.append(Claim(f"LK > KL, chain, T = {temperature:g}", pairs))
+        of_rivals = (figures.pairs(lk, kl, CHAIN, CHAIN, (temperature,)) for lk, kl in rivals)
+        found.append(Claim(f"LK > KL, chain, T = {temperature:g}", *together(of_rivals)))
     return found
+
+
+def together(found):
+    """Several results of Figures.pairs as one."""
+    found = list(found)
+    return [pair for pairs, _ in found for pair in pairs], sum(lacking for _, lacking in found)
 
 
 def speed_table(figures):

@@ -1,6 +1,7 @@
 """`headstart bench serve`: load on a server, and what its clients see."""
 
 import math
+import shlex
 import sys
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
@@ -143,7 +144,7 @@ def run(arguments):
         offline=partial(_in_a_child, arguments) if arguments.offline else None,
         api_key=next(iter(keys_of([arguments.api_key] if arguments.api_key else None)), None),
         device=str(choose_device(arguments.device)),
-        command=" ".join(["headstart", *sys.argv[1:]]),
+        command=shlex.join(["headstart", *sys.argv[1:]]),
         output=arguments.output,
         commit=arguments.commit,
     )

@@ -1,5 +1,6 @@
 """`headstart bench speculation`: its arguments and its work."""
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -97,7 +98,7 @@ def run(arguments):
     print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
     print(format_table(rows, library_rows))
     if arguments.output:
-        command = " ".join(["headstart", *sys.argv[1:]])
+        command = shlex.join(["headstart", *sys.argv[1:]])
         save_comparison(rows, arguments.output, base.device, base.dtype, command, library_rows)
         print(f"\nwritten to {arguments.output}")
     if not all(row["identical"] for row in rows):

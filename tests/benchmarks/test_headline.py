@@ -193,10 +193,12 @@ def test_an_interrupt_writes_what_was_finished(mathematics, tmp_path, monkeypatc
 
     monkeypatch.setattr(headline, "train_head", train)
     call = ["--work", str(work.folder), "--scale", "tiny", "--math", mathematics, "--stage", "heads", "--only", only]
+    (work.folder / "result.json").write_text("of an earlier call")
     with pytest.raises(KeyboardInterrupt):
         headline.main(call)
-    result = json.loads((work.folder / "result.json").read_text())
+    result = json.loads((work.folder / "result.unfinished.json").read_text())
     assert set(result["facts"]["heads"]) == {"medusa"}
+    assert (work.folder / "result.json").read_text() == "of an earlier call"
     # The page shows the command as it can be pasted.
     assert f"--only '{only}'" in result["facts"]["commands"][0]
 

@@ -177,16 +177,20 @@ def test_what_is_missing_is_said(write):
     assert "alone and beside others differ in 2" in text
 
 
-def test_a_seed_without_a_figure_leaves_the_others_and_is_named(write):
+def test_a_seed_without_a_figure_leaves_the_others_and_is_named(write, tmp_path):
     result = made_up(1)
     result["rows"] = [row for row in result["rows"] if row["source"] != "EAGLE-3"]
     text = write(made_up(0), result)
-    assert line(text, "EAGLE-3")[1] == "3.05 (2.99 to 3.11; none of seed 1)"
+    assert line(text, "EAGLE-3")[1] == "3.05 (2.99 to 3.11; seed 1 not measured)"
     assert line(text, "EAGLE-3")[-1] == "0 of 0"
-    assert line(text, "EAGLE-3, chain")[2] == "450, 1.80x; none of seed 1"
+    assert line(text, "EAGLE-3, chain")[2] == "450, 1.80x; seed 1 not measured"
+    assert "EAGLE-3, chain; seed 1 not measured" in (tmp_path / "benchmarks.svg").read_text()
+    claim = line(text, "EAGLE-3 > EAGLE, chain")
+    assert claim[1].startswith("4 of 4")
+    assert claim[-1].endswith("; 4 not measured")
     whole = line(write(made_up(0), made_up(1)), "EAGLE-3 > EAGLE, chain")
     assert whole[1].startswith("8 of 8")
-    assert line(text, "EAGLE-3 > EAGLE, chain")[1].startswith("4 of 4")
+    assert "not measured" not in whole[-1]
 
 
 @pytest.mark.parametrize(
