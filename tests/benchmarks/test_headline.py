@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headstart.benchmarks.headline import corpus, families, headline
 from headstart.benchmarks.headline.heads import steps_within, words
+from headstart.benchmarks.headline.replay import Replay
 from headstart.benchmarks.headline.settings import Settings
 from headstart.benchmarks.headline.target import load_make
 from headstart.benchmarks.headline.work_folder import WorkFolder
@@ -266,6 +268,22 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_drafts_that_are_replayed_alone_have_one_seat():
+    """An engine with a seat for each request of the batch would capture graphs that nothing runs."""
+    replay, begun, kept = object.__new__(Replay), [], []
+    ways = [dict(draft=draft, temperature=0.0, batch=64, depth=5) for draft in ("chain", "static tree", "grown tree")]
+    found = {"rows": [way | {"acceptance_length": 2.0} for way in ways], "trees": {"0": "a tree"}}
+    replay.work = SimpleNamespace(needs=lambda *given: found, keep=lambda stage, slug, figures: kept.append(figures))
+    replay.settings = Settings.at("full", math="x", speed_minutes=1.0)
+    replay.began, replay.plain, replay.device = time.perf_counter(), {}, torch.device("cpu")
+    replay.speculation = lambda source: {}
+    replay.engine = lambda config, seats: begun.append((config["tree"] == "chain", seats))
+    replay.rows = lambda measured, llm, batch: [(measured[0]["draft"], batch)]
+    replay.measure(families.choose("EAGLE-3")[0])
+    assert begun == [(True, 64), (False, 1)]
+    assert kept[0]["rows"] == [("chain", 1), ("chain", 64), ("static tree", 1)]
 
 
 def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):
