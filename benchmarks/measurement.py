@@ -1,8 +1,5 @@
 """Options shared by benchmarks on random weights, and a parser for lists of numbers."""
 
-import shlex
-import sys
-
 from ..inference.arguments import add_device
 
 HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3", "block")  # families with random heads
@@ -27,6 +24,7 @@ def measurement(arguments):
     """Device, dtype, command line and output of a benchmark on random weights. Chooses the threads, too."""
     import torch
 
+    from ..evaluation.results import command_line
     from ..inference.models.target_source import DTYPES, choose_device
     from ..inference.threads import choose_threads
     from .shape import config_of_shape
@@ -36,7 +34,7 @@ def measurement(arguments):
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
     dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     choose_threads(config_of_shape(arguments.shape), device)
-    command = shlex.join(["headstart", *sys.argv[1:]])
+    command = command_line()
     return dict(device=str(device), dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
 
 

@@ -103,9 +103,17 @@ class Report:
         return self.content
 
 
-def command_line(script, arguments=None):
-    """The command line of a script: `python SCRIPT ...`.  arguments: list of str, None for the process's own"""
-    return shlex.join(["python", script, *(sys.argv[1:] if arguments is None else map(str, arguments))])
+def command_line(script=None, arguments=None):
+    """A command line as it can be pasted: `python SCRIPT ...`, or `headstart ...` without a script.
+
+    arguments: list of str, None for the process's own
+    """
+    return shlex.join(
+        [
+            *(["python", script] if script else ["headstart"]),
+            *(sys.argv[1:] if arguments is None else map(str, arguments)),
+        ]
+    )
 
 
 def result_path(output):

@@ -126,9 +126,8 @@ def main(arguments=None):
             print(f"\n{stage}: {run.estimate(stage)}", flush=True)
             run.stage(stage)
             print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
-    except (
-        BaseException
-    ):  # Ctrl-C, too: what was finished stands beside the result, which an earlier call may have written
+    except BaseException:
+        # After Ctrl-C, too, what was finished stands beside the result, which an earlier call may have written.
         with contextlib.suppress(Exception):
             write_figures(work, report, report.unfinished)
             print(f"what was finished before: {report.unfinished}", file=sys.stderr)
@@ -292,7 +291,7 @@ class Run:
 def write_figures(work, report, path):
     """Write all figures of the folder.  Not Report.finish, which prints the whole object: it has hundreds of kilobytes."""
     collect(work, report)
-    write_json(path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
+    write_json(path, report.content, indent=1, ensure_ascii=True)
 
 
 def collect(work, report):

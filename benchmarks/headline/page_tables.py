@@ -82,14 +82,17 @@ class Figures:
 
     def cell(self, *place):
         """The Cell of a place, or None if no seed has a figure for it."""
-        rows = self.found(*place)
-        lacking = tuple(seed for seed, row in zip(self.seeds, rows) if row is None)
-        found = [row for row in rows if row is not None]
+        found, lacking = self.measured(self.found(*place))
         if not found:
             return None
         parts = ([row[name] for row in found] for name in ("acceptance_length", "low", "high"))
         kinds = {row["draft"] for row in found}
         return Cell(*map(tuple, parts), kinds.pop() if len(kinds) == 1 else "", lacking)
+
+    def measured(self, by_seed):
+        """A list of what each seed has, None where it has nothing.  -> what is there, the seeds that have nothing"""
+        there = [one for one in by_seed if one is not None]
+        return there, tuple(seed for seed, one in zip(self.seeds, by_seed) if one is None)
 
     def pairs(self, better, worse, better_draft, worse_draft, temperatures=TEMPERATURES):
         """Pairs of rows of the same seed, subject and temperature, with many requests at once.  -> pairs, how many are lacking"""
@@ -106,7 +109,11 @@ class Figures:
 
 def without(seeds):
     """What a cell says of seeds that have no such figure."""
-    return f"; seed {', '.join(map(str, seeds))} not measured" if seeds else ""
+    return f"; {seeds_text(seeds)} not measured" if seeds else ""
+
+
+def seeds_text(seeds):
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def table(header, lines):
@@ -204,15 +211,10 @@ def speed_table(figures):
     header = ["drafts", "requests", *(f"{subject}, T = {temperature:g}" for subject, temperature in places)]
     lines = []
     for batch in dict.fromkeys((1, figures.batch)):
-        rates = [
-            plain["tokens_per_second"]
-            for result in figures.results
-            for part in result["facts"]["speed"].values()
-            for number, plain in part.get("plain", {}).items()
-            if int(number) == batch
-        ]
-        if rates:
-            lines.append(["plain decoding", str(batch), *[rates_text(rates)] * len(places)])
+        found, lacking = figures.measured([plain_rates(result, batch) or None for result in figures.results])
+        if found:
+            text = rates_text([rate for rates in found for rate in rates]) + without(lacking)
+            lines.append(["plain decoding", str(batch), *[text] * len(places)])
         kinds = [(row["source"], row["draft"]) for rows in figures.speed for row in rows if row["batch"] == batch]
         for source, draft in sorted(dict.fromkeys(kinds), key=lambda kind: figures.sources.index(kind[0])):
             cells = [replayed(figures, figures.speed, source, place, batch, draft) for place in places]
@@ -222,17 +224,18 @@ def speed_table(figures):
     return table(header, lines)
 
 
+def plain_rates(result, batch):
+    """Tokens per second of plain decoding in every process of one seed that measured it."""
+    plain = [part.get("plain", {}).get(str(batch)) for part in result["facts"]["speed"].values()]
+    return [one["tokens_per_second"] for one in plain if one]
+
+
 def replayed(figures, tables, source, place, batch=None, draft=None):
     """A cell of the table of speed.  tables: rows by seed"""
-    rows, lacking = [], []
-    for seed, of_seed in zip(figures.seeds, tables):
-        wanted = (source, *place, batch, draft)
-        names = ("source", "subject", "temperature", "batch", "draft")
-        row = next((row for row in of_seed if tuple(row.get(name) for name in names) == wanted), None)
-        if row is None:
-            lacking.append(seed)
-        else:
-            rows.append(row)
+    names, wanted = ("source", "subject", "temperature", "batch", "draft"), (source, *place, batch, draft)
+    rows, lacking = figures.measured(
+        [next((row for row in of_seed if tuple(map(row.get, names)) == wanted), None) for of_seed in tables]
+    )
     if not rows:
         return ""
     speedups = [row["speedup"] for row in rows]

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.benchmarks.shape import config_of_shape
-from headstart.evaluation.results import Report, decimals, plain
+from headstart.evaluation.results import Report, command_line, decimals, plain
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels
@@ -83,9 +83,7 @@ def main(arguments=None):
         parser.error("there is no GPU here: --cpu tries it in processes on the CPU")
     if not options.cpu and any(number % min(number, torch.cuda.device_count()) for number in numbers):
         parser.error(f"--gpus: {options.gpus} processes do not share {torch.cuda.device_count()} GPUs evenly")
-    command = " ".join(
-        ["python", "benchmarks/training/scaling.py", *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    command = command_line("benchmarks/training/scaling.py", arguments)
     device = "cpu" if options.cpu else "cuda"
     settings = {name: getattr(options, name) for name in ("shape", "layers", "big", "rows", "row_length", "steps")}
     report = Report("scaling", COLUMNS, device, command, settings, options.output)

@@ -11,7 +11,7 @@ from headstart.kernels.rms_norm import add_rms_norm
 
 CAPACITY = 2**18  # bytes of each of two buffers
 SHAPES = [(3, 48), (ROWS, 7), (1, 100), (2, 2304)]  # the last: a piece of a row that is not full
-TURNS = 16  # of eight ranks half as many: they wait for each other on few cores
+TURNS = 16  # eight ranks take half as many: on few cores they wait for each other
 WRAPS = 2**31 - 5  # calls until counts do
 
 
