@@ -1,6 +1,8 @@
 """`headstart bench serve`: load on a server, and what its clients see."""
 
 import math
+import shlex
+import sys
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -78,7 +80,6 @@ def add_options(parser):
 def run(arguments):
     from ...benchmarks.serving.serve import ServeSettings, bench_serve
     from ...benchmarks.serving.server_process import server_process
-    from ...evaluation.results import command_line
     from ...inference.models.decoder import position_limit
     from ...inference.models.target_source import choose_device, target_config
     from ...inference.prompt_files import read_prompts
@@ -143,7 +144,7 @@ def run(arguments):
         offline=partial(_in_a_child, arguments) if arguments.offline else None,
         api_key=next(iter(keys_of([arguments.api_key] if arguments.api_key else None)), None),
         device=str(choose_device(arguments.device)),
-        command=command_line(),
+        command=shlex.join(["headstart", *sys.argv[1:]]),
         output=arguments.output,
         commit=arguments.commit,
     )

@@ -1,5 +1,6 @@
 """`headstart bench speculation`: its arguments and its work."""
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -48,7 +49,6 @@ def add_options(parser):
 
 def run(arguments):
     from ...evaluation.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
-    from ...evaluation.results import command_line
     from ...heads.checkpoint import describe_choice, resolve_head
     from ...inference.llm import LLM
     from ...inference.models.target_source import target_config
@@ -98,7 +98,7 @@ def run(arguments):
     print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
     print(format_table(rows, library_rows))
     if arguments.output:
-        command = command_line()
+        command = shlex.join(["headstart", *sys.argv[1:]])
         save_comparison(rows, arguments.output, base.device, base.dtype, command, library_rows)
         print(f"\nwritten to {arguments.output}")
     if not all(row["identical"] for row in rows):
