@@ -32,7 +32,7 @@ def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
         return False
 
 
