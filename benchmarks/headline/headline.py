@@ -15,23 +15,19 @@ A part that fails is told and left out, and the others and the stages after it g
 A cluster that lends machines for minutes: figures are small and are kept in WORK/figures, so `speed` can run later, elsewhere, from
 them and WORK/settings.json alone. The target cannot wait: its 270 MB in bf16 and the heads' are on the machine's disk, and `target`
 to `acceptance` need one machine for as long. Each line below is a command of less than 10 minutes; what was cut off goes on with
-the same line. Minutes are estimates, from a target that trains 0.35 million tokens a second; a head takes a minute for two starts
-and a trial beside its own. Heads with LK come last, in what time is left:
+the same line. Minutes are those of two H200s on 2026-11-27, 21 a seed; the settings' own values take about 5 more:
 
     H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0 --target-minutes 3"
-    H="$H --head-minutes 0.75 --num-answers 20000 --alone 6"
-    FIRST="Medusa; MLP speculator; EAGLE; EAGLE-3; block drafter; draft model; n-gram"
-    $H --stage target                                  # one or two GPUs  6: 2.5 of source, tokenizer, compilation; 3 of training
-    $H --stage answers,heads --only "$FIRST"           # two GPUs         7: answers in 1.6, three heads a GPU in 1.8 each
-    $H --stage acceptance --only "$FIRST"              # two GPUs         4: three or four sources a GPU, 27 engines
-    $H --stage heads,acceptance                        # two GPUs         4: the two with LK
+    H="$H --target-rows 32 --head-minutes 0.7 --num-answers 16000 --alone 6 --speed-minutes 5"
+    $H --stage target,answers                          # one GPU           6.7: 3.0 of training, 1.0 of answers
+    $H --stage heads                                   # two GPUs          5.8: four a GPU, 1.4 each
+    $H --stage acceptance                              # two GPUs          3.4
+    $H --stage speed --output headline-seed-0          # two GPUs          4.8
+
     tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # less than a megabyte
+    tar xzf headline-0.tgz -C runs && $H --stage speed --output headline-seed-0       # another day, another machine
 
-    tar xzf headline-0.tgz -C runs     # another day, another machine
-    $H --stage speed --output headline-seed-0          # two GPUs 5, one GPU 9; the second seed's on the same machine after it
-
-So a seed takes 17 minutes of two GPUs, 21 with LK, the start of the machine left out, and the replay of both seeds 10. A signal or
-a limit in the middle of `target` loses it; of other stages it loses the part that ran.
+A signal or a limit in the middle of `target` loses it; of other stages it loses the part that ran.
 """
 
 import argparse

@@ -16,7 +16,8 @@ which begins with nothing, saw the target's own corpus in the first half of its 
 TOKENS = """
 The verifier is `strict`. Drafts are {depth} deep; trees have at most {nodes} nodes, and are static, from rates on other prompts, or
 grown in every step: the better one is named. In brackets: the 95 % interval of a bootstrap over {prompts} prompts, from the lowest
-end of a seed to the highest. Seeds agree where their own intervals meet.
+end of a seed to the highest. Seeds agree where their own intervals meet. An interval knows the prompts alone, not what two
+trainings of a head differ by: the seeds' minutes and tokens, in the table above, tell why some do not agree.
 """
 
 EQUAL = """

@@ -35,7 +35,7 @@ class Settings:
     target_minutes: float = option(4.0, "minutes of training of the target", tiny=0.1)
     head_minutes: float = option(1.0, "minutes of training of each head and of the draft model", tiny=0.02)
     speed_minutes: float = option(9.0, "the second table starts no further line after so many minutes", tiny=0.5)
-    trial_steps: int = option(60, "steps of the trial that tells how many steps a head makes in its minutes", tiny=4)
+    trial_steps: int = option(150, "steps of the trial that tells how many steps a head makes in its minutes", tiny=4)
     num_answers: int = option(32000, "training prompts that the target answers", tiny=48)
     answer_tokens: int = option(256, "longest answer to train on", tiny=32)
     concurrency: int = option(256, "answers in flight", tiny=8)
