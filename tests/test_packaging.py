@@ -58,7 +58,7 @@ PUBLIC = {
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows stdlib_pairs survey template_date",
-    "train/data/packed": "blend documents draft_vocabulary layout packing parts pieces slices store texts workers",
+    "train/data/packed": "blend documents draft_vocabulary layout packing parts pieces row_reader slices store texts workers",
     "train/data/sources": "data_sets records",
     "train/estimate": "dry_run memory",
     "train/loss": "blocks distillation joint losses",

@@ -20,11 +20,11 @@ from ...evaluation.timing import Times, release
 from ...heads.head import cast_lm_head
 from ...train.data.packed.documents import Documents
 from ...train.data.packed.packing import lay_out
+from ...train.data.packed.row_reader import RowReader
 from ...train.data.packed.store import PARTS
-from ...train.data.rows import select_rows
 from ...train.estimate.memory import estimate_memory
 from ...train.loss.blocks import BlockObjective, accumulate_block_gradients, draw_blocks, summarize_blocks
-from ...train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
+from ...train.loss.distillation import Objective, accumulate_gradients, summarize
 from ...train.loss.losses import Loss
 from ...train.run.loop import Batch
 from ...train.run.optimization import build_optimizer, trained, update
@@ -90,6 +90,7 @@ class TrainingSteps:
         self.folder = tempfile.TemporaryDirectory()
         self.packed = packed_rows(settings, self.target.vocab_size, self.folder.name)
         self.index = np.arange(len(self.packed))
+        self.reader = RowReader(self.packed, settings.depth, device)
         self.num_tokens = settings.rows * settings.sequence
         self.num_labels = self.count_labels()
         objective = self.kind_of_objective(Loss(settings.loss), [0.8**k for k in range(settings.depth)])
@@ -103,10 +104,8 @@ class TrainingSteps:
         return self.with_features(*self.read())
 
     def read(self):
-        """Rows from the files, and their labels.  -> ([input_ids, position_ids, document_ids], Labels)"""
-        *inputs, supervised = select_rows(self.packed, self.index, self.device)
-        input_ids, _, document_ids = inputs
-        return inputs, find_labels(input_ids, document_ids, supervised, self.settings.depth)
+        """Rows from the files and their labels, read ahead as in training: what RowReader.read gives."""
+        return self.reader.read(self.index, self.index)
 
     def with_features(self, inputs, labels):
         """The Batch of what `read` gave, with the target's features."""

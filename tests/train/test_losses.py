@@ -10,8 +10,8 @@ from headstart.heads.families import FAMILIES
 from headstart.tests.train.formulae import losses_by_definition
 from headstart.tests.train.tiny_runs import all_lines
 from headstart.tests.train.trainings import HEADS, START
+from headstart.train.data.packed import row_reader
 from headstart.train.loss import distillation
-from headstart.train.run import loop
 
 # What a script calls the weight whose power k is that of step k's loss.
 DECAYS = {
@@ -118,8 +118,8 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
 def off_by_one(patch, key, mutant):
     """Have runs of the family read or compare something else than they should."""
     if mutant == "labels":
-        find = loop.find_labels
-        patch.setattr(loop, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
+        find = row_reader.find_labels
+        patch.setattr(row_reader, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
     elif mutant == "distribution":
         compute = distillation.target_distribution
         patch.setattr(distillation, "target_distribution", lambda logits, *rest: compute(logits.roll(1, 0), *rest))

@@ -18,14 +18,16 @@ Letters: R rows, T tokens per row, B rows of a micro-batch, M = B T, H hidden si
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from tqdm import tqdm
 
-from ..data.rows import deal_rows, describe_micro_steps, fingerprint, rows_of_step, select_rows
+from ..data.packed.row_reader import RowReader
+from ..data.rows import deal_rows, describe_micro_steps, fingerprint, rows_of_step
 from ..estimate.dry_run import NoRun, rehearse
 from ..estimate.memory import check_estimate, estimate_memory
-from ..loss.distillation import Labels, accumulate_gradients, find_labels
+from ..loss.distillation import Labels, accumulate_gradients
 from ..teacher.feature_cache import cache_features
 from .optimization import NonFiniteLoss, finish_step
 from .run_folder import RunFolder, choose_precision
@@ -77,13 +79,16 @@ class Training:
         precision = choose_precision(recipe, processes, self.target)
         self.autocast = torch.autocast(processes.device.type, torch.bfloat16, enabled=precision == "bf16")
         self._tell_memory()
+        self.reader = RowReader(self.packed, len(recipe.objective.weights), processes.device)
         if recipe.dry_run:
             self.run, self.stack = NoRun(), ExitStack()
             self.stack.callback(release, recipe.output)
+            self.stack.enter_context(self.reader)
             return self
         rows = {"rows": fingerprint(self.packed), "rows_per_step": self.rows_per_step}
         trained = {"head": self.head, "optimizer": self.optimizer, "target": self.target, "adapter": self.adapter}
         with ExitStack() as stack:
+            stack.enter_context(self.reader)
             self.stop = stack.enter_context(StopSignals())
             self.run = stack.enter_context(
                 RunFolder(recipe, processes, rows=rows, num_steps=self.num_steps, precision=precision, **trained)
@@ -115,6 +120,14 @@ class Training:
 
     def __exit__(self, *exception):
         return self.stack.__exit__(*exception)
+
+    def rows_of(self, step):
+        """The rows of an optimiser step, on all ranks."""
+        return rows_of_step(step, self.rows_per_step, self.packed, self.recipe.seed)
+
+    def deal(self, rows):
+        """This rank's micro-batches of an optimiser step's rows."""
+        return list(deal_rows(rows, self.recipe, self.processes.accelerator))
 
     def __iter__(self):
         if self.recipe.dry_run:
@@ -166,20 +179,21 @@ class Step:
     def __init__(self, training):
         self.training, recipe = training, training.recipe
         self.number, self.objective = training.run.step, training.objective
-        self.rows = rows_of_step(self.number, training.rows_per_step, training.packed, recipe.seed)
+        self.rows = training.rows_of(self.number)
         self.logs = is_due(self.number + 1, training.num_steps, recipe.log_every)
         self.num_labels = int(training.labels_per_row[self.rows].sum())
         self.fed, self.shares = [], []
 
     def __iter__(self):
         training = self.training
-        device, layers, num_depths = training.processes.device, training.head.aux_layers, len(self.objective.weights)
-        for first, index in deal_rows(self.rows, training.recipe, training.processes.accelerator):
+        device, layers = training.processes.device, training.head.aux_layers
+        dealt = training.deal(self.rows)
+        following = [index for _, index in dealt[1:]]
+        if self.number + 1 < training.num_steps:
+            following.append(training.deal(training.rows_of(self.number + 1))[0][1])
+        for (first, index), after in zip_longest(dealt, following):
             self.fed.append(index.tolist())
-            *inputs, supervised = select_rows(training.packed, index, device)  # [B, T] each
-            input_ids, _, document_ids = inputs
-            # First, because their number is awaited: the target's pass is only launched, and what follows is prepared meanwhile.
-            labels = find_labels(input_ids, document_ids, supervised, num_depths)
+            inputs, labels = training.reader.read(index, after)  # [B, T] each
             features = last = None
             if not training.adapter:  # with an adapter features change in every step: the joint stage makes them
                 cache = training.cache

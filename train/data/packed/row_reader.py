@@ -1,0 +1,58 @@
+"""The rows of a micro-batch with their labels, those of the next one read by a thread while this one is trained on.
+
+    with RowReader(packed, num_depths, device) as reader:
+        inputs, labels = reader.read(index, following=next_index)
+
+So a step waits neither for a disk nor for the device: how many labels there are is known before anything is sent there.
+
+Letters: B rows, T tokens per row.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from ...loss.distillation import Labels, find_labels
+
+
+class RowReader:
+    """packed: rows of build_rows; num_depths: of the Labels; device: where the tensors are wanted"""
+
+    def __init__(self, packed, num_depths, device):
+        self.packed, self.num_depths, self.device = packed, num_depths, torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu and self.device.index is None:  # another thread's current device is another
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self.ahead = None  # (index, future) of what the thread reads
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.thread.shutdown(cancel_futures=True)
+
+    def read(self, index, following=None):
+        """Rows `index` [B].  -> ([input_ids, position_ids, document_ids], Labels), the first three [B, T]
+
+        following: the rows that will be read next, if any. Raises what reading `index` raised, also if that was earlier.
+        """
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and np.array_equal(ahead[0], index):
+            tensors = ahead[1].result()
+        else:
+            tensors = self._make(index)
+        if following is not None:
+            self.ahead = following, self.thread.submit(self._make, following)
+        *inputs, positions, tokens, valid = (one.to(self.device, non_blocking=True) for one in tensors)
+        return inputs, Labels(positions, tokens, valid)
+
+    def _make(self, index):
+        """The tensors of these rows and labels on the host, for a GPU in memory that it copies from by itself."""
+        rows = self.packed.select(index)
+        labels = find_labels(rows.input_ids, rows.document_ids, rows.supervised, self.num_depths)
+        made = rows.input_ids, rows.position_ids, rows.document_ids, labels.positions, labels.tokens, labels.valid
+        with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+            return [one.pin_memory() if self.on_gpu else one for one in made]
