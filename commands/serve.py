@@ -196,6 +196,9 @@ def run(arguments):
         raise ValueError("name one model: headstart serve MODEL")
     check_theirs(arguments)
     speculative = speculative_of(arguments)
+    from ..inference.models.target_source import check_model_folder
+
+    check_model_folder(model)  # before a server and an engine are built
     try:
         from ..inference.server.door.unix_socket import allow_open_files, unix_socket
         from ..inference.server.driver.engine_process import EngineEnded, EngineProcess

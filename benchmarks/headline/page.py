@@ -121,7 +121,10 @@ def write_page(figures, paths):
         f"![Tokens a step]({CHART})",
         "## What was trained",
         trained_table(figures),
-        fill(TRAINED, answers=f"{first['facts']['answers']['answered']:,}"),
+        fill(
+            TRAINED,
+            answers=" or ".join(dict.fromkeys(f"{one['facts']['answers']['answered']:,}" for one in figures.results)),
+        ),
         f"## Tokens a step, {figures.batch} requests at once",
         fill(TOKENS, depth=figures.depth, nodes=settings["nodes"], prompts=settings["prompts"]),
     ]

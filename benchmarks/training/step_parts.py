@@ -1,7 +1,8 @@
 """Where the time of a training step goes: its phases by CUDA events, and its kernels (on a CPU its operations) by the profiler.
 
-    phases    rows: sent to the GPU with their labels, which were read ahead;  target: its features;  head: forward pass;
-              gradients: the chunks of the loss and the backward pass through the head;  optimiser
+    phases    rows: sent to the GPU with their labels, which were read ahead (a block drafter's blocks are drawn in it);
+              target: its features;  head: forward pass;  gradients: the chunks of the loss and the backward pass through the
+              head;  optimiser
     kernels   of one more step, the longest first: what all calls of a name took, and how many they were
 
 The kernels of a step may take less than its phases together: the rest is a GPU that waits.

@@ -48,6 +48,23 @@ def at_revision(model, revision, download_dir, trust_remote_code=False):
         raise ValueError(f"cannot read revision {revision or 'main'!r} of the model {model!r}: {error}") from error
 
 
+def check_model_folder(name):
+    """ValueError if a name can only be a folder's, and no target is there. Nothing is read, and the Hub is not asked."""
+    path = Path(name)
+    if path.is_dir():
+        if find_head(path):
+            raise ValueError(
+                f"{name} holds a head, not a target: give the target as model, and the head as "
+                "speculative_config={'model': ...} (on the command line --head)"
+            )
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
+    elif path.exists():
+        raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no model folder {name}{near_folder(name)}")
+
+
 def target_config(model, load_format, trust_remote_code=False):
     """(Hugging Face config, name) of a target, with a clear error if there is no config.
 
@@ -72,24 +89,14 @@ def target_config(model, load_format, trust_remote_code=False):
             "model must be a folder or Hub id (str or Path), a loaded *ForCausalLM, a Hugging Face config or an LLM, "
             f"got {model!r:.80}"
         )
+    check_model_folder(name)
     path = Path(name)
     if path.is_dir():
-        if find_head(path):
-            raise ValueError(
-                f"{name} holds a head, not a target: give the target as model, and the head as "
-                "speculative_config={'model': ...} (on the command line --head)"
-            )
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
         own = config_code(name, trust_remote_code, **hub_options(name))
         try:
             return AutoConfig.from_pretrained(name, trust_remote_code=own), name
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {path / 'config.json'}: {error}") from error
-    if path.exists():
-        raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no model folder {name}{near_folder(name)}")
     own = config_code(name, trust_remote_code, **hub_options(name))
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=own, **hub_options(name)), name

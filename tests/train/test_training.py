@@ -18,7 +18,7 @@ from headstart.tests.train.tiny_runs import (
     optimizer_state,
 )
 from headstart.tests.train.trainings import HEADS
-from headstart.train.run import optimization
+from headstart.train.run import loop, optimization
 
 # ---- one long training of every kind of head, on a target that counts ----
 
@@ -256,3 +256,22 @@ def test_steps_computed_again_leave_the_same_run(
     monkeypatch.setattr(optimization, "LONG_ROW", longest)
     assert_same_run(whole, trainers[family].run(**WHOLE, **keys))
     assert bool(used) == checkpointed
+
+
+# ---- what a step is fed ----
+
+
+def test_each_micro_batch_was_announced_by_the_one_before_it(trainers, monkeypatch):
+    """Over micro-batches, steps and epochs, and after the last one nothing: what is not announced is read while a GPU waits."""
+    asked, announced = [], []
+
+    class Watched(loop.RowReader):
+        def read(self, index, following=None):
+            asked.append(index.tolist())
+            announced.append(None if following is None else following.tolist())
+            return super().read(index, following)
+
+    monkeypatch.setattr(loop, "RowReader", Watched)
+    trainers["medusa"].run(batch_rows=2, accumulate=2, max_steps=7)
+    assert len(asked) == 14
+    assert announced == [*asked[1:], None]

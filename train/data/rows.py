@@ -288,10 +288,11 @@ def rows_of_step(step, rows_per_step, packed, seed):
     """Rows of optimiser step `step` (from 0): those of the epochs, permuted, one after the other.  -> int64 [rows_per_step]"""
     places, num_rows = np.arange(step * rows_per_step, (step + 1) * rows_per_step), len(packed)
     epochs = places // num_rows
-    order = {
-        epoch: packed.rows_of_epoch(epoch)[_order_of_epoch(seed, epoch, num_rows)] for epoch in set(epochs.tolist())
-    }
-    return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
+    rows = np.empty(rows_per_step, dtype=np.int64)
+    for epoch in set(epochs.tolist()):
+        here = epochs == epoch
+        rows[here] = packed.rows_of_epoch(epoch)[_order_of_epoch(seed, epoch, num_rows)[places[here] % num_rows]]
+    return rows
 
 
 @functools.lru_cache(maxsize=2)

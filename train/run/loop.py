@@ -153,6 +153,7 @@ class Training:
             measures = self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping
             saves = is_due(run.step, self.num_steps, recipe.checkpoint_every)
             if measures:
+                self.reader.wait()
                 run.measure(self.meter, stop)
                 self.speed.start(run.tokens)
             if measures or saves:
@@ -179,6 +180,7 @@ class Step:
     def __init__(self, training):
         self.training, recipe = training, training.recipe
         self.number, self.objective = training.run.step, training.objective
+        self.next_step = self.number + 1
         self.rows = training.rows_of(self.number)
         self.logs = is_due(self.number + 1, training.num_steps, recipe.log_every)
         self.num_labels = int(training.labels_per_row[self.rows].sum())
@@ -189,8 +191,8 @@ class Step:
         device, layers = training.processes.device, training.head.aux_layers
         dealt = training.deal(self.rows)
         following = [index for _, index in dealt[1:]]
-        if self.number + 1 < training.num_steps:
-            following.append(training.deal(training.rows_of(self.number + 1))[0][1])
+        if self.next_step < training.num_steps:
+            following.append(training.deal(training.rows_of(self.next_step))[0][1])
         for (first, index), after in zip_longest(dealt, following):
             self.fed.append(index.tolist())
             inputs, labels = training.reader.read(index, after)  # [B, T] each
@@ -260,7 +262,7 @@ class StandingStep(Step):
 
     def __init__(self, training):
         super().__init__(training)
-        self.logs = False
+        self.next_step, self.logs = self.number, False
 
     def finish(self, max_value=0.0):
         """Sum the gradients over the ranks as `Step.finish`, and forget them. NonFiniteLoss if the loss is not finite."""

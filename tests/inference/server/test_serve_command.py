@@ -8,6 +8,7 @@ import pytest
 
 from headstart.cli import build_parser, main, with_dashes
 from headstart.commands.chat_template import check_chat_template, read_chat_template
+from headstart.inference.server.driver import engine_process
 from headstart.inference.server.options import KEY_VARIABLE, keys_of
 from headstart.inference.server.serve import listening_socket
 from headstart.inference.speculation.tree import GrowingTree
@@ -46,8 +47,14 @@ def test_bad_options_are_one_line(options, words, capsys, monkeypatch):
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", "./missing", "--port", str(taken.getsockname()[1])]) == 2
+        assert main(["serve", "x", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_told_before_a_process_is_started(capsys, monkeypatch):
+    monkeypatch.setattr(engine_process, "EngineProcess", None)
+    assert main(["serve", "./missing", "--port", "0"]) == 2
+    assert "there is no model folder ./missing" in capsys.readouterr().err
 
 
 def test_underscores_stand_for_dashes():

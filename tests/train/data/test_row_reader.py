@@ -59,7 +59,27 @@ def test_what_was_announced_is_read_by_the_thread_and_once(packed):
         reader.read([4, 5])
     main = threading.current_thread().name.partition("_")[0]
     assert watched.asked == [(main, [0, 1]), ("rows", [2, 3]), ("rows", [4, 5])]
-    assert not any(thread.name.startswith("rows") for thread in threading.enumerate()), "its thread has ended"
+    (thread,) = reader.thread._threads
+    assert not thread.is_alive()
+
+
+def test_after_wait_nothing_is_being_read(packed):
+    begin, ended = threading.Event(), threading.Event()
+
+    class Slow(Watched):
+        def select(self, index):
+            if list(index) == [7]:
+                begin.wait(10)
+                ended.set()
+            return super().select(index)
+
+    with RowReader(Slow(packed), DEPTHS, "cpu") as reader:
+        reader.wait()  # nothing was announced
+        reader.read([0], [7])
+        threading.Timer(0.05, begin.set).start()
+        reader.wait()
+        assert ended.is_set()
+        check(reader.read([7]), packed, [7])
 
 
 def test_rows_that_cannot_be_read_fail_where_they_are_asked_for(packed):

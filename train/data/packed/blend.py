@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .packing import BLOCK_TOKENS, DocumentRows, PackedRows
+from .packing import BLOCK_TOKENS, DocumentRows, PackedRows, numbers_of
 
 
 class BlendedDocuments:
@@ -90,7 +90,7 @@ class BlendedRows:
 
     def select(self, index):
         """PackedRows of these rows.  index: a slice, or numbers of rows"""
-        rows = np.arange(len(self))[index]
+        rows = numbers_of(index, len(self))
         part_of = np.searchsorted(self._starts, rows, side="right") - 1
         selected, places, before = [], [], 0
         for number, part in enumerate(self.parts):
@@ -112,7 +112,11 @@ class BlendedRows:
 
     def count_tokens(self, index):
         """Tokens of these rows together, padding left out."""
-        return int(np.concatenate([part.tokens_per_row() for part in self.parts])[index].sum())
+        rows = numbers_of(index, len(self))
+        part_of = np.searchsorted(self._starts, rows, side="right") - 1
+        return sum(
+            part.count_tokens(rows[part_of == number] - self._starts[number]) for number, part in enumerate(self.parts)
+        )
 
     def busiest(self):
         """The row with the most documents, and that with the longest one."""

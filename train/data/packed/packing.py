@@ -72,12 +72,10 @@ class DocumentRows:
 
     def select(self, index):
         """PackedRows of these rows.  index: a slice, or numbers of rows"""
-        rows, T = np.arange(len(self))[index], self.row_length
-        first, counts = self.starts[rows], self.starts[rows + 1] - self.starts[rows]
-        chosen = self.order[np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
+        T, (chosen, counts) = self.row_length, self._documents_in(numbers_of(index, len(self)))
         lengths = np.minimum(self.documents.lengths[chosen], T)
         ends = np.cumsum(lengths)
-        row_of = np.repeat(np.arange(len(rows)), counts)
+        row_of = np.repeat(np.arange(len(counts)), counts)
         before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # tokens before each row
         begins = row_of * T + (ends - lengths) - before[row_of]  # where each document begins, rows joined
         positions = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
@@ -85,9 +83,9 @@ class DocumentRows:
         source = np.repeat(self.documents.starts[chosen], lengths) + positions
 
         def filled(values, empty, dtype):
-            flat = torch.full((len(rows) * T,), empty, dtype=dtype)
+            flat = torch.full((len(counts) * T,), empty, dtype=dtype)
             flat[place] = torch.from_numpy(values).to(dtype)
-            return flat.view(len(rows), T)
+            return flat.view(len(counts), T)
 
         return PackedRows(
             filled(self.documents.tokens[source], self.pad_token_id, torch.int64),
@@ -103,12 +101,15 @@ class DocumentRows:
             yield self.select(slice(start, start + size))
 
     def count_tokens(self, index):
-        """Tokens of these rows together, padding left out."""
-        return int(self.tokens_per_row()[index].sum())
+        """Tokens of these rows together, padding left out. It looks at their documents alone."""
+        chosen, _ = self._documents_in(numbers_of(index, len(self)))
+        return int(np.minimum(self.documents.lengths[chosen], self.row_length).sum())
 
-    def tokens_per_row(self):
-        """Tokens of each row, padding left out.  -> int64 [R]"""
-        return self._sums(self.lengths)
+    def _documents_in(self, rows):
+        """(the documents of these rows, one after the other; how many each row has).  rows, counts: int64 [B]"""
+        first, counts = self.starts[rows], self.starts[rows + 1] - self.starts[rows]
+        places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return self.order[places], counts
 
     def longest_per_row(self):
         """Tokens of the longest document of each row.  -> int64 [R]"""
@@ -135,6 +136,11 @@ class DocumentRows:
     def _sums(self, values):
         """Sums over the documents of each row.  values [D] -> [R]"""
         return np.add.reduceat(values[self.order], self.starts[:-1])
+
+
+def numbers_of(index, num_rows):
+    """The rows of an index: a slice, or numbers of rows from 0.  -> int64 [B]"""
+    return np.arange(*index.indices(num_rows)) if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
 
 
 def lay_out(

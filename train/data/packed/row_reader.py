@@ -3,12 +3,13 @@
     with RowReader(packed, num_depths, device) as reader:
         inputs, labels = reader.read(index, following=next_index)
 
-So a step waits neither for a disk nor for the device: how many labels there are is known before anything is sent there.
+So composing rows costs a step no time, and it does not wait for the device: how many labels there are is known before anything is
+sent there.
 
 Letters: B rows, T tokens per row.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import nullcontext
 
 import numpy as np
@@ -25,7 +26,7 @@ class RowReader:
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu and self.device.index is None:  # another thread's current device is another
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead = None  # (index, future) of what the thread reads
 
     def __enter__(self):
@@ -48,6 +49,11 @@ class RowReader:
             self.ahead = following, self.thread.submit(self._make, following)
         *inputs, positions, tokens, valid = (one.to(self.device, non_blocking=True) for one in tensors)
         return inputs, Labels(positions, tokens, valid)
+
+    def wait(self):
+        """Wait until nothing is being read: while a CUDA graph is captured, no other thread may take memory that is pinned."""
+        if self.ahead is not None:
+            futures.wait([self.ahead[1]])
 
     def _make(self, index):
         """The tensors of these rows and labels on the host, for a GPU in memory that it copies from by itself."""
