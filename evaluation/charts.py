@@ -132,13 +132,14 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
     return "".join([*parts, "</svg>"])
 
 
-def bar_chart(bars, *, title, unit):
+def bar_chart(bars, *, title, unit, kinds=None):
     """Horizontal bars from zero, each with its name and figure.
 
-    bars: list of (name, value >= 0), or of (name, value, low, high) with the ends of an interval; unit: of the values. Returns ""
-    if there is no finite value.
+    bars: list of (name, value >= 0), or of (name, value, low, high) with the ends of an interval; unit: of the values; kinds: an
+    int for each bar, those of one kind have one colour; None: each has its own. Returns "" if there is no finite value.
     """
-    bars = [bar for bar in bars if all(map(math.isfinite, bar[1:]))]
+    kept = [(bar, kind) for bar, kind in zip(bars, kinds or range(len(bars))) if all(map(math.isfinite, bar[1:]))]
+    bars, kinds = [bar for bar, _ in kept], [kind for _, kind in kept]
     if not bars:
         return ""
     row_h, top, figure_w = 30, 30, 64
@@ -149,18 +150,18 @@ def bar_chart(bars, *, title, unit):
     for i, (name, value, *interval) in enumerate(bars):
         y = top + i * row_h
         length, *ends = (max(width - left - figure_w, 40) * x / longest for x in (value, *interval))
-        figure = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        figure = f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
         parts.append(_text(left - 10, y + 20, name, anchor="end"))
         parts.append(
             f'<rect class="bars" x="{left}" y="{y + 6}" width="{length:.1f}" height="{row_h - 10}" rx="3" '
-            f'style="fill:var(--series-{i % NUM_SERIES_COLOURS})"/>'
+            f'style="fill:var(--series-{kinds[i] % NUM_SERIES_COLOURS})"/>'
         )
         if ends:
             low, high = (left + end for end in ends)
             middle = y + row_h / 2 + 1
             parts.append(
                 f'<path class="interval" d="M{low:.1f},{middle - 4} V{middle + 4} M{low:.1f},{middle} H{high:.1f} '
-                f'M{high:.1f},{middle - 4} V{middle + 4}"><title>{interval[0]:.3g} to {interval[1]:.3g}</title></path>'
+                f'M{high:.1f},{middle - 4} V{middle + 4}"><title>{interval[0]:#.3g} to {interval[1]:#.3g}</title></path>'
             )
         parts.append(_text(left + max(length, *ends, 0) + 8, y + 20, figure, anchor="start", kind="name"))
     parts.append(_text(left, height - 8, unit, anchor="start", kind="axis"))

@@ -99,7 +99,9 @@ def draw(figures):
             cell = figures.cell(source, SUBJECTS[0], 0.0, draft, figures.batch)
             if cell:
                 bars.append((f"{source}, {draft}{without(cell.lacking)}", cell.mean, cell.low, cell.high))
-    return bar_chart(bars, title="Held-out Python code at temperature 0", unit="tokens a step; 1 is plain decoding")
+    kinds = [int(TREE in name) for name, *_ in bars]
+    given = {"title": "Held-out Python code at temperature 0", "unit": "tokens a step; 1 is plain decoding"}
+    return bar_chart(bars, kinds=kinds, **given)
 
 
 def write_page(figures, paths):

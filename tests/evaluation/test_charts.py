@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from headstart.evaluation.charts import MAX_POINTS, heat_map, line_chart, tree_drawing
+from headstart.evaluation.charts import MAX_POINTS, bar_chart, heat_map, line_chart, tree_drawing
 
 RATES = [[0.5, 0.125, 0.0625], [0.25, 0.0625, 0.03125]]
 TREE = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0], "rates": RATES, "expected_acceptance_length": 1.75}
@@ -48,6 +48,19 @@ def test_names_of_lines_that_end_together_do_not_overlap():
     places = sorted(float(y) for y in re.findall(r'class="name" x="[\d.]+" y="([\d.]+)"', svg))
     assert len(places) == 5
     assert min(b - a for a, b in pairwise(places)) >= 12
+
+
+def test_bars_are_in_proportion_and_those_of_a_kind_have_a_colour():
+    bars = [("a", 1.0), ("b", 2.6, 2.5, 2.7), ("c", float("nan")), ("d", 2.0), ("e", 999.6)]
+    svg = bar_chart(bars[:4], title="t", unit="u", kinds=[0, 1, 7, 0])
+    widths = [float(width) for width in re.findall(r'class="bars"[^>]* width="([\d.]+)"', svg)]
+    assert widths == pytest.approx([widths[1] / 2.6, widths[1], widths[1] / 1.3], abs=0.11)
+    assert re.findall(r"--series-(\d)\)", svg) == ["0", "1", "0"]
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', svg) == ["1.00", "2.60", "2.00"]
+    assert "2.50 to 2.70" in svg
+    apart = bar_chart(bars, title="t", unit="u")
+    assert len(set(re.findall(r"--series-(\d)\)", apart))) == 4
+    assert ">1,000<" in apart
 
 
 def test_heat_map_writes_every_rate_and_colours_the_larger_stronger():

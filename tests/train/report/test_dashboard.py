@@ -202,7 +202,7 @@ def test_comparison_holds_the_figures_of_every_run(runs, tmp_path):
     page = write_comparison([str(run) for run in runs], str(tmp_path / "new" / "both.html")).read_text()
     section = page.split("<h2>Comparison across heads</h2>")[1].split("</section>")[0]
     bars = section.split("<title>Acceptance length at the end</title>")[1].split("</svg>")[0]
-    assert bars.index("medusa, MEDUSA") < bars.index(">1.5<") < bars.index("eagle, EAGLE") < bars.index(">2.5<")
+    assert bars.index("medusa, MEDUSA") < bars.index(">1.50<") < bars.index("eagle, EAGLE") < bars.index(">2.50<")
     assert ">1,234<" in section
     assert ">1,235<" in section
     table = section.split("<table>")[1]
