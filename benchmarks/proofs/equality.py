@@ -7,7 +7,8 @@ Targets: the embedded model, and a random model of two layers as wide as an 8B L
 the embedded model, untrained ones for the wide one), and an oracle that knows the plain outputs and is wrong half of the time, so
 that accepted paths of every length occur. Runs, per target, dtype and temperature: all requests plainly in one batch; a few of them
 again alone, with their logprobs; then every tree in batches of several sizes, in shuffled order. All runs are repeated with mixed
-requests, each of which asks for something different (filters, penalties, biases ...). Exits with 1 if anything differs.
+requests, each of which asks for something different (filters, penalties, biases ...). Exits with 1 if anything differs. With
+--output the rows so far are kept beside it while it runs, so that a run that is cut loses nothing.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.evaluation.results import Report, command_line
+from headstart.evaluation.results import Report, command_line, decimals, plain
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.options import EngineOptions
@@ -36,6 +37,19 @@ TREES = {
     "chain of 4": chain(4),
     "tree of 24": build_static_tree([[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.1], [0.5, 0.2], [0.4, 0.2], [0.4]], 24),
     "tree of 64": build_static_tree([[0.3] * 10, [0.2] * 8, [0.2] * 8, [0.1] * 4], 64),
+}
+COLUMNS = {
+    "target": ("target", 8, plain),
+    "dtype": ("dtype", 8, plain),
+    "parameters": ("parameters", 11, plain),
+    "temperature": ("T", 3, decimals(1)),
+    "draft": ("draft", 29, plain),
+    "batch": ("batch", 5, plain),
+    "requests": ("requests", 8, plain),
+    "tokens": ("tokens", 6, plain),
+    "acceptance_length": ("per step", 8, decimals(3)),
+    "differing": ("differing", 9, plain),
+    "seconds": ("seconds", 7, decimals(1)),
 }
 # Parameters that mixed requests take in turn.
 MIXED = [
@@ -61,21 +75,22 @@ def main(arguments=None):
     parser.add_argument("--requests", type=int, default=96, help="requests per run (default 96)")
     parser.add_argument("--max-tokens", type=int, default=320, help="new tokens per request (default 320)")
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
+    parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)  # as the commands do with models this small
     command = command_line("benchmarks/proofs/equality.py", arguments)
-    report = Report("equality", {}, device, command, vars(options), options.output)
-    rows = []
+    report = Report("equality", COLUMNS, device, command, vars(options), options.output, options.commit)
     for target in options.target or ["embedded", "wide"]:
         for dtype in options.dtype or ["bfloat16", "float16"]:
-            rows += compare_target(target, dtype, device, options.requests, options.max_tokens)
+            compare_target(report, target, dtype, device, options.requests, options.max_tokens)
             torch.cuda.empty_cache()
-    differing = sum(row["differing"] for row in rows)
-    report.rows = rows
+    differing = sum(row["differing"] for row in report.rows)
     report.state(
-        f"{differing} requests differ",
-        speculated_tokens=sum(row["tokens"] for row in rows if row["draft"] != "plain"),
-        emitted_tokens=sum(row["tokens"] for row in rows),
+        f"\n{differing} requests differ",
+        speculated_tokens=sum(row["tokens"] for row in report.rows if row["draft"] != "plain"),
+        emitted_tokens=sum(row["tokens"] for row in report.rows),
         differing_requests=differing,
     )
     report.finish()
@@ -111,25 +126,23 @@ def with_oracle(llm, known, prompts, tree, batch):
     return other
 
 
-def compare_target(target, dtype, device, num_requests, max_tokens):
-    """Rows of one target and dtype."""
+def compare_target(report, target, dtype, device, num_requests, max_tokens):
+    """Add the rows of one target and dtype to the report."""
     base = make_llm(target, dtype, device, max_num_seqs=min(64, num_requests))
     prompts = make_prompts(base, num_requests, random.Random(1))
-    rows = []
     for temperature, mixed in ((0.0, [{}]), (0.8, [{}]), (0.8, MIXED)):
         labels = {"target": target, "dtype": dtype, "parameters": "mixed" if len(mixed) > 1 else "temperature"}
-        comparison = Comparison(base, prompts, temperature, mixed, max_tokens, labels)
-        rows += comparison.run(medusa_heads(target, base))
-    return rows
+        Comparison(report, base, prompts, temperature, mixed, max_tokens, labels).run(medusa_heads(target, base))
 
 
 class Comparison:
     """All ways of answering the same requests at one temperature; each request also takes one of the parameters in `mixed`."""
 
-    def __init__(self, base, prompts, temperature, mixed, max_tokens, labels):
+    def __init__(self, report, base, prompts, temperature, mixed, max_tokens, labels):
+        self.report = report
         self.base, self.prompts, self.temperature, self.max_tokens = base, prompts, temperature, max_tokens
         self.mixed = mixed
-        self.labels, self.rows, self.random = labels, [], random.Random(2)
+        self.labels, self.random = labels, random.Random(2)
 
     def answer(self, llm, which, logprobs=None, tokens=None):
         """Requests `which` in shuffled order.  -> {request: (token ids, (logprobs, those of the prompt))}"""
@@ -142,7 +155,7 @@ class Comparison:
         return {i: (o.outputs[0].token_ids, (o.outputs[0].logprobs, o.prompt_logprobs)) for i, o in zip(order, outputs)}
 
     def add(self, draft, llm, which, expected, **options):
-        """Answer, compare with the expected answers (None: nothing yet), and keep a row.  -> the answers"""
+        """Answer, compare with the expected answers (None: nothing yet), and add a row.  -> the answers"""
         started = time.perf_counter()
         found = self.answer(llm, which, **options)
         row = self.labels | {
@@ -155,12 +168,12 @@ class Comparison:
             "differing": sum(found[i] != expected[i] for i in found) if expected else 0,
             "seconds": round(time.perf_counter() - started, 1),
         }
-        self.rows.append(row)
-        print(" ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr, flush=True)
+        self.report.add(row)
         llm.engine.check()
         return found
 
     def run(self, heads):
+        """heads: speculative_configs by name"""
         everyone = range(len(self.prompts))
         few = sorted(self.random.sample(everyone, min(6, len(everyone))))
         short = dict(logprobs=2, tokens=min(48, self.max_tokens))
@@ -179,7 +192,6 @@ class Comparison:
         for name, config in heads.items():
             llm = LLM(self.base, max_model_len=self.base.max_model_len, max_num_seqs=32, speculative_config=config)
             self.add(f"medusa, {name}", llm, everyone, plain)
-        return self.rows
 
 
 def medusa_heads(target, base):
