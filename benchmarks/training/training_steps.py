@@ -104,8 +104,8 @@ class TrainingSteps:
         return self.with_features(*self.read())
 
     def read(self):
-        """Rows from the files and their labels, read ahead as in training: what RowReader.read gives."""
-        return self.reader.read(self.index, self.index)
+        """Rows from the files and their labels, read ahead as in training.  -> ([input_ids, position_ids, document_ids], Labels)"""
+        return self.reader.read(self.index, self.index)[:2]
 
     def with_features(self, inputs, labels):
         """The Batch of what `read` gave, with the target's features."""

@@ -72,7 +72,7 @@ class Training:
         self.held_out, self.meter, self.every = held_out, meter, every
         self.rows_per_step = recipe.batch_rows * recipe.accumulate * processes.accelerator.num_processes
         self.num_steps = recipe.num_updates(len(labels_per_row), self.rows_per_step)
-        self.status, self.cache = 0, None
+        self.status = 0
 
     def __enter__(self):
         recipe, processes = self.recipe, self.processes
@@ -140,10 +140,11 @@ class Training:
         recipe, run, stop = self.recipe, self.run, self.stop
         if recipe.cache_features and run.step < self.num_steps:
             layers = self.head.aux_layers
-            self.cache = cache_features(run, recipe, self.target, packed=self.packed, stop=stop, layers=layers)
-            if self.cache is None:
+            cache = cache_features(run, recipe, self.target, packed=self.packed, stop=stop, layers=layers)
+            if cache is None:
                 self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
+            self.reader.cache = cache
             self.bar.unpause()  # the time that the features took does not count as steps
         self.objective = recipe.objective.at(run.rates)
         self.speed = Speedometer(run.tokens)
@@ -188,18 +189,18 @@ class Step:
 
     def __iter__(self):
         training = self.training
-        device, layers = training.processes.device, training.head.aux_layers
+        layers = training.head.aux_layers
         dealt = training.deal(self.rows)
         following = [index for _, index in dealt[1:]]
         if self.next_step < training.num_steps:
             following.append(training.deal(training.rows_of(self.next_step))[0][1])
         for (first, index), after in zip_longest(dealt, following):
             self.fed.append(index.tolist())
-            inputs, labels = training.reader.read(index, after)  # [B, T] each
-            features = last = None
+            inputs, labels, features = training.reader.read(index, after)  # [B, T] each
+            last = None
             if not training.adapter:  # with an adapter features change in every step: the joint stage makes them
-                cache = training.cache
-                features = cache.rows(index, device) if cache else training.target.features(*inputs, layers)
+                if features is None:
+                    features = training.target.features(*inputs, layers)
                 last, features = training.target.split(features, layers)
             yield Batch(first, inputs, labels, last, features)
 

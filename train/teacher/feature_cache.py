@@ -292,21 +292,25 @@ class FeatureCache:
         if str(checksum_of(tensors)) != expected:
             raise ValueError(f"the bytes of {path} are not those that were written")
 
-    def rows(self, index, device):
-        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, S H] on `device`.
+    def read(self, index, pinned=False):
+        """What is kept of the rows `index` [B].  -> {name: tensor on the host}
 
-        To a GPU they go from pinned memory, without waiting for it.
+        pinned: in memory that a GPU copies from by itself
         """
         found = {}
         for name, like in self.shards[0].items():
-            part = torch.empty(len(index), *like.shape[1:], dtype=like.dtype, pin_memory=device.type == "cuda")
-            for place, row in enumerate(index.tolist()):
+            found[name] = torch.empty(len(index), *like.shape[1:], dtype=like.dtype, pin_memory=pinned)
+            for place, row in enumerate(map(int, index)):
                 shard, offset = divmod(row, self.description["rows_per_shard"])
-                part[place] = self.shards[shard][name][offset]
-            found[name] = part.to(device, non_blocking=True)
-        states = found["states"]  # [B, T, S, H]
+                found[name][place] = self.shards[shard][name][offset]
+        return found
+
+    def features(self, kept, device):
+        """The features, in the target's dtype on `device`, of what `read` gave.  -> [B, T, S H]"""
+        kept = {name: part.to(device, non_blocking=True) for name, part in kept.items()}
+        states = kept["states"]  # [B, T, S, H]
         if self.dtype == _FLOAT8:
-            states = states.float() * found["scales"][..., None]
+            states = states.float() * kept["scales"][..., None]
         return states.to(self.target_dtype).flatten(2)
 
 

@@ -35,7 +35,8 @@ class Watched:
 
 
 def check(found, packed, index):
-    inputs, labels = found
+    inputs, labels, features = found
+    assert features is None
     *expected, supervised = select_rows(packed, index, torch.device("cpu"))
     assert all(map(torch.equal, inputs, expected)), "no other rows than those that were asked for"
     wanted = find_labels(expected[0], expected[2], supervised, DEPTHS)
@@ -61,6 +62,26 @@ def test_what_was_announced_is_read_by_the_thread_and_once(packed):
     assert watched.asked == [(main, [0, 1]), ("rows", [2, 3]), ("rows", [4, 5])]
     (thread,) = reader.thread._threads
     assert not thread.is_alive()
+
+
+def test_cached_features_come_from_the_thread_as_well(packed):
+    read_by = []
+
+    class Cache:
+        def read(self, index, pinned):
+            read_by.append(threading.current_thread().name.partition("_")[0])
+            return {"states": torch.tensor(index), "pinned": pinned}
+
+        def features(self, kept, device):
+            return kept["states"] * 2, kept["pinned"], device
+
+    with RowReader(packed, DEPTHS, "cpu") as reader:
+        reader.cache = Cache()
+        for index, following in ([0, 1], [2, 3]), ([2, 3], None):
+            features, pinned, device = reader.read(index, following)[2]
+            assert features.tolist() == [2 * row for row in index]
+            assert (pinned, device) == (False, torch.device("cpu"))
+    assert read_by == [threading.current_thread().name.partition("_")[0], "rows"]
 
 
 def test_after_wait_nothing_is_being_read(packed):
@@ -102,6 +123,6 @@ def test_a_gpu_gets_the_same_rows_while_it_is_busy(packed):
             for _ in range(4):
                 work = work @ work  # copies wait for it, and must not find their memory overwritten
             found.append(reader.read(index, following))
-    for index, (inputs, labels) in zip(order, found):
+    for index, (inputs, labels, _) in zip(order, found):
         on_host = (getattr(labels, name).cpu() for name in ("positions", "tokens", "valid"))
-        check(([one.cpu() for one in inputs], type(labels)(*on_host)), packed, index)
+        check(([one.cpu() for one in inputs], type(labels)(*on_host), None), packed, index)

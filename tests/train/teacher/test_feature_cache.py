@@ -20,6 +20,7 @@ from headstart.tests.train.teacher.small_caches import (
     make_target,
     packed_rows,
     process,
+    read,
 )
 from headstart.train import medusa
 from headstart.train.data.conversations import load_conversations
@@ -42,12 +43,12 @@ def test_cache_gives_streams_back_as_they_were_computed(open_cache, small_shards
     assert f"{len(packed.input_ids)} rows x 13 tokens x 96 values in float32 take" in open_cache.said[0]
     index = np.array([9, 0, 17, 9])
     parts = packed.input_ids[index], packed.position_ids[index], packed.document_ids[index]
-    torch.testing.assert_close(cache.rows(index, CPU), target.features(*parts, (1, 3)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(read(cache, index), target.features(*parts, (1, 3)), rtol=1e-5, atol=1e-6)
     pairs = [slice(0, 2), slice(8, 10), slice(16, 18)]  # the forwards that these rows were computed in
     found = [
         target.features(packed.input_ids[p], packed.position_ids[p], packed.document_ids[p], (1, 3)) for p in pairs
     ]
-    assert torch.equal(cache.rows(index, CPU), torch.stack([found[1][1], found[0][0], found[2][1], found[1][1]]))
+    assert torch.equal(read(cache, index), torch.stack([found[1][1], found[0][0], found[2][1], found[1][1]]))
 
 
 def test_size_that_is_told_first_is_the_size_on_disk(open_cache, small_shards, tmp_path):
@@ -109,7 +110,7 @@ def test_float8_costs_the_embedded_target_little_of_its_distribution():
 def test_rows_on_a_gpu_are_those_on_the_cpu(open_cache, small_shards, dtype):
     cache = open_cache(make_target(), packed_rows(), layers=(2,), dtype=dtype)
     index = np.array([5, 3, 11])
-    assert torch.equal(cache.rows(index, torch.device("cuda")).cpu(), cache.rows(index, CPU))
+    assert torch.equal(cache.features(cache.read(index, pinned=True), torch.device("cuda")).cpu(), read(cache, index))
 
 
 # ---- what it belongs to ----

@@ -1,7 +1,7 @@
-"""The rows of a micro-batch with their labels, those of the next one read by a thread while this one is trained on.
+"""The rows of a micro-batch with their labels and cached features, those of the next one read by a thread meanwhile.
 
     with RowReader(packed, num_depths, device) as reader:
-        inputs, labels = reader.read(index, following=next_index)
+        inputs, labels, features = reader.read(index, following=next_index)
 
 So composing rows costs a step no time, and it does not wait for the device: how many labels there are is known before anything is
 sent there.
@@ -19,7 +19,10 @@ from ...loss.distillation import Labels, find_labels
 
 
 class RowReader:
-    """packed: rows of build_rows; num_depths: of the Labels; device: where the tensors are wanted"""
+    """packed: rows of build_rows; num_depths: of the Labels; device: where the tensors are wanted.
+
+    cache: a FeatureCache of these rows, or None; may be set before the first `read`
+    """
 
     def __init__(self, packed, num_depths, device):
         self.packed, self.num_depths, self.device = packed, num_depths, torch.device(device)
@@ -27,6 +30,7 @@ class RowReader:
         if self.on_gpu and self.device.index is None:  # another thread's current device is another
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self.cache = None
         self.ahead = None  # (index, future) of what the thread reads
 
     def __enter__(self):
@@ -36,19 +40,20 @@ class RowReader:
         self.thread.shutdown(cancel_futures=True)
 
     def read(self, index, following=None):
-        """Rows `index` [B].  -> ([input_ids, position_ids, document_ids], Labels), the first three [B, T]
+        """Rows `index` [B].  -> ([input_ids, position_ids, document_ids], [B, T] each; Labels; cached features or None)
 
         following: the rows that will be read next, if any. Raises what reading `index` raised, also if that was earlier.
         """
         ahead, self.ahead = self.ahead, None
         if ahead is not None and np.array_equal(ahead[0], index):
-            tensors = ahead[1].result()
+            tensors, kept = ahead[1].result()
         else:
-            tensors = self._make(index)
+            tensors, kept = self._make(index)
         if following is not None:
             self.ahead = following, self.thread.submit(self._make, following)
         *inputs, positions, tokens, valid = (one.to(self.device, non_blocking=True) for one in tensors)
-        return inputs, Labels(positions, tokens, valid)
+        features = self.cache.features(kept, self.device) if self.cache else None
+        return inputs, Labels(positions, tokens, valid), features
 
     def wait(self):
         """Wait until nothing is being read: while a CUDA graph is captured, no other thread may take memory that is pinned."""
@@ -56,9 +61,10 @@ class RowReader:
             futures.wait([self.ahead[1]])
 
     def _make(self, index):
-        """The tensors of these rows and labels on the host, for a GPU in memory that it copies from by itself."""
+        """(tensors of these rows and labels, what the cache keeps of them) on the host, for a GPU in pinned memory."""
         rows = self.packed.select(index)
         labels = find_labels(rows.input_ids, rows.document_ids, rows.supervised, self.num_depths)
         made = rows.input_ids, rows.position_ids, rows.document_ids, labels.positions, labels.tokens, labels.valid
         with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
-            return [one.pin_memory() if self.on_gpu else one for one in made]
+            kept = self.cache.read(index, pinned=self.on_gpu) if self.cache else None
+            return [one.pin_memory() if self.on_gpu else one for one in made], kept
