@@ -21,15 +21,15 @@ def rotary_reference(x, cos, sin):
 
 @jit
 def _rotate(
-    x, cos, sin, y, sign, H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
+    x, cos, sin, y, sign, stride, H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """All heads of one row."""
+    """All heads of one row.  stride: from a row of cos or sin to the next"""
     row = tl.program_id(0).to(tl.int64)
     head, lane = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None]
     inside = (head < H) & (lane < HALF)
     at = (row * H + head) * (2 * HALF) + lane
-    cos_ = tl.load(cos + row * HALF + lane, mask=lane < HALF, other=0.0)
-    sin_ = tl.load(sin + row * HALF + lane, mask=lane < HALF, other=0.0) * sign
+    cos_ = tl.load(cos + row * stride + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+    sin_ = tl.load(sin + row * stride + lane, mask=lane < HALF, other=0.0).to(tl.float32) * sign
     x1 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, (x1 * cos_ - x2 * sin_).to(y.dtype.element_ty), mask=inside)
@@ -41,7 +41,7 @@ def _launch(x, cos, sin, sign):
     rows, heads, dim = x.shape
     if y.numel():
         padded = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
-        _rotate[(rows,)](x, cos, sin, y, sign, heads, dim // 2, *padded, num_warps=4)
+        _rotate[(rows,)](x, cos, sin, y, sign, cos.stride(0), heads, dim // 2, *padded, num_warps=4)
     return y
 
 
@@ -64,4 +64,6 @@ def rotary(x, cos, sin):
         )
     if not on_triton(x) or cos.dtype == torch.float64:
         return rotary_reference(x, cos, sin)
-    return _Rotary.apply(x, cos.contiguous(), sin.contiguous())
+    if cos.stride(1) != 1 or cos.stride() != sin.stride():  # the halves of rows that are twice as wide need no copy
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return _Rotary.apply(x, cos, sin)

@@ -1,9 +1,9 @@
-"""Run the frozen target's norms and gated activations on the engine's kernels, in one pass over memory.
+"""Run the frozen target's norms, gated activations and rotations on the engine's kernels, in one pass over memory.
 
-The library computes an RMSNorm in seven passes over the rows and a gated activation in two. The kernels have the same formulas and
-roundings. They are used only on a GPU and without a graph. Each class of modules is first compared on random rows, and a module of
-another formula (Gemma's norm, another activation) is left alone. A target divided over ranks (sharded_target.py) is compared with
-weights that all ranks gather.
+The library computes an RMSNorm in seven passes over the rows and a gated activation in two; of rotations fused_attention.py tells.
+Norms and activations have the library's formulas and roundings. The kernels are used only on a GPU and without a graph. Each class
+of modules is first compared on random rows, and a module of another formula (Gemma's norm, another activation) is left alone. A
+target divided over ranks (sharded_target.py) is compared with weights that all ranks gather.
 """
 
 import functools
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ...inference.models.modules.norm_modules import norm_eps, plain_norm, same_formula, same_norm
 from ...kernels.jit import on_triton
 from ...kernels.silu_mul import silu_mul_apart
+from .fused_attention import attend, attention_keywords
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,8 +25,13 @@ def fuse(model):
     """Fuse the modules of `model` that allow it, in place. Returns their number. For a divided model every rank must call it."""
     fits, changed = {}, 0
     for module in model.modules():
+        if "forward" in vars(module):  # wrapped by another library: left alone
+            continue
+        if (further := attention_keywords(module)) is not None:
+            module.forward = functools.partial(_attention, module, module.forward, further)
+            changed += 1
         fused = _fused(module)
-        if fused is None or "forward" in vars(module):  # wrapped by another library: left alone
+        if fused is None:
             continue
         kind = type(module)
         if kind not in fits:
@@ -51,11 +57,27 @@ def _gated_mlp(module, x):
 
 
 def _forward(module, plain, fused, x):
+    return fused(module, x) if _on_kernels(module, x) else plain(x)
+
+
+def _attention(module, plain, further, *given, **named):
+    """The attention of a module whose own keywords for the attention function are `further`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    x, angles, cache = (named.get(name) for name in ("hidden_states", "position_embeddings", "past_key_values"))
+    function = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
+    usual = not given and x is not None and angles is not None and cache is None and function is not None
+    if not usual or angles[0].shape[-1] != module.head_dim or not _on_kernels(module, x):
+        return plain(*given, **named)
+    named = {name: value for name, value in named.items() if name not in ("hidden_states", "position_embeddings")}
+    mask, _ = named.pop("attention_mask", None), named.pop("past_key_values", None)
+    return attend(module, x, angles, mask, function, named | further)
+
+
+def _on_kernels(module, x):
     dtype = next(module.parameters()).dtype
     library = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
-    if library or dtype not in DTYPES or x.dtype != dtype or not on_triton(x):
-        return plain(x)
-    return fused(module, x)
+    return not library and dtype in DTYPES and x.dtype == dtype and on_triton(x)
 
 
 @torch.no_grad()

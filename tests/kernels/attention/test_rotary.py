@@ -50,6 +50,15 @@ def test_a_gradient_is_turned_back(device):
         assert own.grad.dtype == found.dtype == dtype
 
 
+def test_angles_may_be_halves_of_wider_rows(device):
+    x, angle = drawn(6, 3, 20, torch.float32)
+    cos, sin = (torch.cat((one, one + 1), 1).float().to(device) for one in (angle.cos(), angle.sin()))
+    found = rotary(x.to(device), cos[:, :10], sin[:, :10])
+    torch.testing.assert_close(found.cpu().double(), turned(x, angle), rtol=1e-5, atol=2e-5)
+    assert torch.equal(found, rotary(x.to(device), cos[:, :10].contiguous(), sin[:, :10].contiguous()))
+    assert torch.equal(found, rotary(x.to(device), cos[:, :10], sin[:, :10].contiguous()))
+
+
 def test_rows_do_not_depend_on_each_other():
     x, angle = drawn(80, 3, 20, torch.float32)
     table = torch.cat((x.flatten(1), angle.cos().float(), angle.sin().float()), 1)
