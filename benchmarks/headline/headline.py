@@ -4,6 +4,10 @@
     python benchmarks/headline/headline.py --math gsm8k_train.jsonl --scale tiny --work runs/tiny    # a CPU, two minutes
     python benchmarks/headline/page.py benchmarks/results/*-headline-seed-*.json                     # the page and the chart
 
+The mathematics is any JSONL of conversations that trainers take. The project's own figures are of the training questions of GSM8K
+(arXiv 2110.14168, MIT licence), each a line {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]} without the marks of
+its calculator.
+
 Stages, each of which goes on where it was cut off: `target` (a Llama of 135 million parameters, trained on Python functions and
 mathematics; --width and --layers change its size), `answers` (it answers training prompts), `heads` (every family and a draft
 model, the same minutes each), `acceptance` (tokens per step on held-out prompts), `speed` (these replayed on the 8B shape).

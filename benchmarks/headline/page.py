@@ -30,12 +30,15 @@ from headstart.benchmarks.headline.page_words import (
     INTRODUCTION,
     LIBRARY,
     LIMITS,
+    OWN_SPEED,
     SPEED,
+    SPEED_OF_TARGET,
     TOKENS,
     TRAINED,
     fill,
 )
 from headstart.evaluation.charts import as_file, bar_chart
+from headstart.evaluation.results import RESULTS
 from headstart.heads.storage.atomic_write import write_whole
 from headstart.heads.storage.user_errors import exit_status
 
@@ -53,10 +56,12 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     figures = Figures(read_results(options.results))
     folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / CHART, as_file(draw(figures)))
     write_whole(folder / PAGE, write_page(figures, options.results))
-    print(f"written to {folder / PAGE} and {folder / CHART}; for the README:")
-    print(f"![Tokens a step of each family of heads](docs/{CHART})")
+    print(f"written to {folder / PAGE} and {folder / CHART}")
+    if folder.resolve() == DOCS:
+        print(f"for the README: ![Tokens a step of each family of heads](docs/{CHART})")
     return 0
 
 
@@ -68,7 +73,10 @@ def read_results(paths):
             raise ValueError(f"there is no file {path}: name what benchmarks/headline/headline.py wrote with --output")
         result = json.loads(Path(path).read_text())
         if result.get("name") != "headline":
-            raise ValueError(f"{path} is of {result.get('name')!r}: name what benchmarks/headline/headline.py wrote")
+            raise ValueError(
+                f"{path} is no result of the headline (it is of {result.get('name')!r}): name what "
+                "benchmarks/headline/headline.py wrote"
+            )
         missing = [stage for stage in ("target", "answers") if stage not in result["facts"]]
         if missing or not any(row["table"] == "acceptance" for row in result["rows"]):
             raise ValueError(
@@ -113,7 +121,7 @@ def write_page(figures, paths):
         "# What each family of heads is worth",
         fill(
             INTRODUCTION,
-            names=", ".join(f"`{Path(path).name}`" for path in sorted(paths)),
+            names=names_of(paths),
             parameters=parameters,
             hardware=", ".join(sorted({result["facts"]["target"]["hardware"] for result in figures.results})),
             seeds=seeds_text(figures.seeds),
@@ -128,7 +136,7 @@ def write_page(figures, paths):
             answers=" or ".join(dict.fromkeys(f"{one['facts']['answers']['answered']:,}" for one in figures.results)),
         ),
         f"## Tokens a step, {figures.batch} requests at once",
-        fill(TOKENS, depth=figures.depth, nodes=settings["nodes"], prompts=settings["prompts"]),
+        fill(TOKENS, depth=figures.depth, most=figures.depth + 1, nodes=settings["nodes"], prompts=settings["prompts"]),
     ]
     for subject in SUBJECTS:
         parts += [f"### Held-out {subject}", acceptance_table(figures, subject, figures.batch)]
@@ -137,10 +145,23 @@ def write_page(figures, paths):
         parts += [f"### Held-out {subject}, one request", acceptance_table(figures, subject, 1)]
     parts += ["## Equal tokens", equality(figures), "## What papers and theory give", fill(CLAIMS)]
     parts += [table(["claim", "above", "below", "verdict"], [claim.line() for claim in claims(figures)])]
-    parts += ["## Speed: these acceptances replayed on a large shape", *speed_parts(figures, settings)]
+    own = settings["shape"] == "target"
+    title = "the trained target" if own else "a large shape"
+    parts += [f"## Speed: these acceptances replayed on {title}", *speed_parts(figures, settings, own)]
     minutes = {"minutes": f"{training['seconds'] / 60:.1f}", "head_minutes": f"{settings['head_minutes']:g}"}
-    parts += ["## What does not transfer to large models", fill(LIMITS, parameters=parameters, **minutes)]
+    parts += [
+        "## What does not transfer to large models",
+        fill(LIMITS, parameters=parameters, own_speed=OWN_SPEED[own], **minutes),
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+def names_of(paths):
+    """The files of results in words."""
+    paths = sorted(map(Path, paths))
+    if all(path.resolve().parent == DOCS.parent / RESULTS for path in paths):
+        return ", ".join(f"`{path.name}`" for path in paths) + f" of `{RESULTS}`"
+    return ", ".join(f"`{path}`" for path in paths)
 
 
 def trained_table(figures):
@@ -189,14 +210,19 @@ def equality(figures):
     return text + (f" **Plain decoding alone and beside others differ in {alone}.**" if alone else "")
 
 
-def speed_parts(figures, settings):
-    """The second table and what it is."""
+def speed_parts(figures, settings, own):
+    """The second table and what it is.  own: whether the steps are the trained target's"""
     if not any(figures.speed):
         return ["Not measured in these runs (the stage `speed`)."]
     hardware = {part["hardware"] for result in figures.results for part in result["facts"]["speed"].values()}
     given = {"shape": settings["shape"], "hardware": ", ".join(sorted(hardware))}
     given |= {"prompt": f"{settings['speed_prompt']:,}", "new": settings["speed_tokens"]}
-    return [fill(SPEED, **given), speed_table(figures), *([fill(LIBRARY)] if any(figures.library) else [])]
+    parts = [fill(SPEED_OF_TARGET if own else SPEED, **given), speed_table(figures)]
+    library = [result["facts"]["speed"].get("transformers") for result in figures.results]
+    plain = sorted(f"{one['plain_ms']:.1f}" for one in library if one)
+    if plain:
+        parts.append(fill(LIBRARY, plain=" to ".join(dict.fromkeys((plain[0], plain[-1])))))
+    return parts
 
 
 if __name__ == "__main__":
