@@ -14,25 +14,38 @@ class NoRun:
     step = 0
 
 
-def rehearse(steps, *, num_steps, rows_per_step, row_length, device, note):
+def rehearse(steps, *, num_steps, rows_per_step, row_length, device, note, cached=0, compute=None):
     """Yield `steps`, two whose optimiser stands still, and tell what the second took: the first compiles.
 
-    num_steps: of the run; rows_per_step, row_length: what each is fed; note(text): tells the user
+    num_steps: of the run; rows_per_step, row_length: what each is fed; note(text): tells the user; cached: rows whose features the
+    run keeps, 0 if it keeps none; compute(step): computes a step's features alone
     """
+
+    def timed(begun):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begun
+
     for step in steps:
         begun = time.perf_counter()
         yield step
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - begun
+        seconds = timed(begun)
     speed = rows_per_step * row_length / seconds
     note(
         f"dry run: a step of {rows_per_step} rows took {seconds:.2f} s, {speed:,.0f} tokens/s with padding, and at most "
         f"{in_gib(2**30 * peak_memory(device))} so far (without the optimiser's state)"
     )
+    before, of_head = "", seconds
+    if cached:
+        begun = time.perf_counter()
+        compute(step)
+        of_target = timed(begun)
+        of_head = max(seconds - of_target, 0.0)
+        whole = describe_seconds(of_target * cached / rows_per_step)
+        before = f"the features of {cached:,} rows would take about {whole} once, unless they are kept already; then "
     note(
-        f"dry run: {num_steps} steps would take about {describe_seconds(num_steps * seconds)}, beside measuring and saving. "
-        "Nothing was trained or written"
+        f"dry run: {before}{num_steps} steps would take about {describe_seconds(num_steps * of_head)}, beside measuring and "
+        "saving. Nothing was trained or written"
     )
 
 

@@ -125,6 +125,12 @@ class Training:
         """The rows of an optimiser step, on all ranks."""
         return rows_of_step(step, self.rows_per_step, self.packed, self.recipe.seed)
 
+    def _compute_features(self, step):
+        """Compute this rank's features of a step, and forget them."""
+        for _, index in self.deal(step.rows):
+            inputs, _, _ = self.reader.read(index)
+            self.target.features(*inputs, self.head.aux_layers)
+
     def deal(self, rows):
         """This rank's micro-batches of an optimiser step's rows."""
         return list(deal_rows(rows, self.recipe, self.processes.accelerator))
@@ -135,7 +141,8 @@ class Training:
             sizes = {"rows_per_step": self.rows_per_step, "row_length": self.recipe.row_length}
             told = {"device": self.processes.device, "note": self.processes.note}
             steps = (StandingStep(self) for _ in range(2))
-            yield from rehearse(steps, num_steps=self.num_steps, **sizes, **told)
+            cached = {"cached": len(self.packed) * self.recipe.cache_features, "compute": self._compute_features}
+            yield from rehearse(steps, num_steps=self.num_steps, **sizes, **told, **cached)
             return
         recipe, run, stop = self.recipe, self.run, self.stop
         if recipe.cache_features and run.step < self.num_steps:

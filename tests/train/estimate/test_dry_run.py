@@ -7,7 +7,8 @@ import torch
 
 from headstart.tests.train.tiny_runs import all_lines, assert_same_run
 from headstart.tests.train.trainings import CHEAP, TRAININGS
-from headstart.train.estimate.dry_run import describe_seconds
+from headstart.train.estimate import dry_run
+from headstart.train.estimate.dry_run import describe_seconds, rehearse
 from headstart.train.run import loop, run_lock
 from headstart.train.run.optimization import NonFiniteLoss
 
@@ -38,6 +39,39 @@ def test_nothing_is_written_by_a_tracker_or_a_cache(trainer, tmp_path, logged_ou
     keys = {"cache_features": True, "eval_prompts": 2, "eval_tokens": 6, "tracker": "wandb"}
     assert trainer.main(**keys, dry_run=True) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+
+
+def test_features_that_are_kept_are_computed_once(monkeypatch):
+    """A step of 10 s, 4 of them the target's; 1,000 rows of which a step takes 20, five epochs."""
+    clock, told, computed = [0.0], [], []
+    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: clock[0])
+
+    def compute(step):
+        computed.append(step)
+        clock[0] += 4
+
+    sizes = {
+        "num_steps": 250,
+        "rows_per_step": 20,
+        "row_length": 64,
+        "device": torch.device("cpu"),
+        "note": told.append,
+    }
+    for cached in (1000, 0):
+        for _ in rehearse(iter(["first", "second"]), **sizes, cached=cached, compute=compute):
+            clock[0] += 10
+    assert computed == ["second"]
+    kept, plain = told[1::2]
+    assert (
+        "the features of 1,000 rows would take about 3 min once, unless they are kept already; then 250 steps" in kept
+    )
+    assert "250 steps would take about 25 min, beside" in kept
+    assert "dry run: 250 steps would take about 42 min, beside" in plain
+
+
+def test_a_run_with_a_cache_tells_what_its_features_take(trainer, capsys):
+    assert trainer.main(cache_features=True, dry_run=True) == 0
+    assert re.search(r"the features of \d+ rows would take about \d+ s once, unless", capsys.readouterr().err)
 
 
 def test_what_the_run_would_refuse_is_refused(trainer, tmp_path):
