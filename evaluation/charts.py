@@ -32,8 +32,8 @@ COLOURS = """\
 }
 """
 
-# The first of them as they are on white: for viewers that do not know variables, which leave out the rules that use them.
-LIGHT = re.findall(r"--series-\d: (#\w+)", COLOURS)[:NUM_SERIES_COLOURS]
+# Colours on white, {name: #rrggbb}, for viewers that do not know variables: they skip a rule that uses one.
+ON_WHITE = dict(re.findall(r"--([\w-]+): (#\w+)", COLOURS.partition("@media")[0]))
 RULES = """\
 svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg .heading { font-size: 14px; font-weight: 600; fill: var(--ink); }
@@ -60,7 +60,7 @@ def as_file(drawing):
         return ""
     style = f"{COLOURS}svg {{ font-family: system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif; }}\n{RULES}"
     # Its own background: the page may be dark although the reader's system is light.
-    paper = '<rect x="-8" y="-8" width="100%" height="100%" fill="#fdfdfb" style="fill:var(--paper)"/>'
+    paper = f'<rect x="-8" y="-8" width="100%" height="100%" fill="{ON_WHITE["paper"]}" style="fill:var(--paper)"/>'
     [size] = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)
     width, height = (int(length) + 16 for length in size)
     start = (
@@ -154,15 +154,17 @@ def bar_chart(bars, *, title, unit, kinds=None):
         length, *ends = (max(width - left - figure_w, 40) * x / longest for x in (value, *interval))
         figure = f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
         parts.append(_text(left - 10, y + 20, name, anchor="end"))
+        series = f"series-{kinds[i] % NUM_SERIES_COLOURS}"
         parts.append(
             f'<rect class="bars" x="{left}" y="{y + 6}" width="{length:.1f}" height="{row_h - 10}" rx="3" '
-            f'fill="{LIGHT[kinds[i] % NUM_SERIES_COLOURS]}" style="fill:var(--series-{kinds[i] % NUM_SERIES_COLOURS})"/>'
+            f'fill="{ON_WHITE[series]}" style="fill:var(--{series})"/>'
         )
         if ends:
             low, high = (left + end for end in ends)
             middle = y + row_h / 2 + 1
             parts.append(
-                f'<path class="interval" stroke="#1c2127" d="M{low:.1f},{middle - 4} V{middle + 4} M{low:.1f},{middle} H{high:.1f} '
+                f'<path class="interval" stroke="{ON_WHITE["ink"]}" '
+                f'd="M{low:.1f},{middle - 4} V{middle + 4} M{low:.1f},{middle} H{high:.1f} '
                 f'M{high:.1f},{middle - 4} V{middle + 4}"><title>{interval[0]:#.3g} to {interval[1]:#.3g}</title></path>'
             )
         parts.append(_text(left + max(length, *ends, 0) + 8, y + 20, figure, anchor="start", kind="name"))

@@ -101,13 +101,13 @@ def read_results(paths):
 
 def draw(figures):
     """The chart: tokens a step on held-out code at temperature 0, chain and best tree of every source."""
-    bars = []
+    bars, kinds = [], []
     for source in figures.sources:
         for draft in (CHAIN, TREE):
             cell = figures.cell(source, SUBJECTS[0], 0.0, draft, figures.batch)
             if cell:
                 bars.append((f"{source}, {draft}{without(cell.lacking)}", cell.mean, cell.low, cell.high))
-    kinds = [int(TREE in name) for name, *_ in bars]
+                kinds.append(int(draft == TREE))
     given = {"title": "Held-out Python code at temperature 0", "unit": "tokens a step; 1 is plain decoding"}
     return bar_chart(bars, kinds=kinds, **given)
 

@@ -49,7 +49,7 @@ def at_revision(model, revision, download_dir, trust_remote_code=False):
 
 
 def check_model_folder(name):
-    """ValueError if a name can only be a folder's, and no target is there. Nothing is read, and the Hub is not asked."""
+    """ValueError if a name can only be a folder's, and no target is there. No weight is read, and the Hub is not asked."""
     path = Path(name)
     if path.is_dir():
         if find_head(path):

@@ -1,4 +1,4 @@
-"""Run the rotation of the frozen target's attention in one pass over memory, instead of the library's five.
+"""Rotate queries and keys of the frozen target in one pass over memory, instead of the library's five.
 
 The library rotates queries and keys by whole-row operations, each with a rounding: two products, a change of sign, a join, a sum.
 The kernel computes in fp32 and rounds once. An attention module is rewritten only if, on random rows, it hands the attention
@@ -40,8 +40,7 @@ def attend(module, hidden_states, position_embeddings, attention_mask, function,
 
 
 def attention_keywords(module):
-    """The keywords that an attention module gives to the attention function beside those that it was given; None if `attend` is not
-    what it computes. They are plain values: a window, a cap."""
+    """Keywords that a module adds for the attention function, such as a window; None if it is not what `attend` computes."""
     if not all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS):
         return None
     if not hasattr(module, "config") or not hasattr(module, "scaling") or getattr(module, "head_dim", 1) % 2:
@@ -50,6 +49,11 @@ def attention_keywords(module):
         return _compare(module)
     except Exception:  # another signature, other shapes, ...: whatever it is, it is not ours
         return None
+
+
+def whole_parameters(module):
+    """{name: parameter} of a module; of a divided one those that all ranks gather."""
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
 
 
 @torch.no_grad()
@@ -65,10 +69,7 @@ def _compare(module):
     def ours(*, hidden_states, position_embeddings, attention_mask):
         return attend(module, hidden_states, position_embeddings, attention_mask, function, {})
 
-    weights = {}
-    for name, parameter in module.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        weights[name] = whole.detach().float()
+    weights = {name: parameter.detach().float() for name, parameter in whole_parameters(module).items()}
     generator, device = torch.Generator().manual_seed(0), weights["q_proj.weight"].device
     width, half = module.q_proj.in_features, module.head_dim // 2
     angle = torch.rand(2, 5, half, generator=generator) * 100

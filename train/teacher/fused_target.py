@@ -1,6 +1,6 @@
 """Run the frozen target's norms, gated activations and rotations on the engine's kernels, in one pass over memory.
 
-The library computes an RMSNorm in seven passes over the rows and a gated activation in two; of rotations fused_attention.py tells.
+The library computes an RMSNorm in seven passes over the rows and a gated activation in two. fused_attention.py explains rotations.
 Norms and activations have the library's formulas and roundings. The kernels are used only on a GPU and without a graph. Each class
 of modules is first compared on random rows, and a module of another formula (Gemma's norm, another activation) is left alone. A
 target divided over ranks (sharded_target.py) is compared with weights that all ranks gather.
@@ -11,12 +11,11 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...inference.models.modules.norm_modules import norm_eps, plain_norm, same_formula, same_norm
 from ...kernels.jit import on_triton
 from ...kernels.silu_mul import silu_mul_apart
-from .fused_attention import attend, attention_keywords
+from .fused_attention import attend, attention_keywords, whole_parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -91,5 +90,4 @@ def _same_formula(module, fused):
     x = torch.linspace(-4, 4, 81, device=weight.device)
     if not torch.allclose(module.act_fn(x), F.silu(x), rtol=1e-4, atol=1e-5):
         return False
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
-    return same_formula(module, fused, whole)
+    return same_formula(module, fused, whole_parameters(module))

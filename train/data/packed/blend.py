@@ -90,8 +90,7 @@ class BlendedRows:
 
     def select(self, index):
         """PackedRows of these rows.  index: a slice, or numbers of rows"""
-        rows = numbers_of(index, len(self))
-        part_of = np.searchsorted(self._starts, rows, side="right") - 1
+        rows, part_of = self._parts_of(index)
         selected, places, before = [], [], 0
         for number, part in enumerate(self.parts):
             here = np.flatnonzero(part_of == number)
@@ -112,11 +111,15 @@ class BlendedRows:
 
     def count_tokens(self, index):
         """Tokens of these rows together, padding left out."""
-        rows = numbers_of(index, len(self))
-        part_of = np.searchsorted(self._starts, rows, side="right") - 1
+        rows, part_of = self._parts_of(index)
         return sum(
             part.count_tokens(rows[part_of == number] - self._starts[number]) for number, part in enumerate(self.parts)
         )
+
+    def _parts_of(self, index):
+        """(rows of an index, the set of each).  -> int64 [B] each"""
+        rows = numbers_of(index, len(self))
+        return rows, np.searchsorted(self._starts, rows, side="right") - 1
 
     def busiest(self):
         """The row with the most documents, and that with the longest one."""

@@ -1,10 +1,9 @@
-"""The rows of a micro-batch with their labels and cached features, those of the next one read by a thread meanwhile.
+"""Rows of a micro-batch with their labels and cached features; a thread reads those of the next one ahead.
 
     with RowReader(packed, num_depths, device) as reader:
         inputs, labels, features = reader.read(index, following=next_index)
 
-So composing rows costs a step no time, and it does not wait for the device: how many labels there are is known before anything is
-sent there.
+Rows are composed beside a step, not in it. Labels are found on the host, so nothing waits for the device to count them.
 
 Letters: B rows, T tokens per row.
 """
@@ -19,9 +18,10 @@ from ...loss.distillation import Labels, find_labels
 
 
 class RowReader:
-    """packed: rows of build_rows; num_depths: of the Labels; device: where the tensors are wanted.
+    """Reads rows as they are asked for, and ahead as they are announced.
 
-    cache: a FeatureCache of these rows, or None; may be set before the first `read`
+    packed: rows of build_rows; num_depths: of the Labels; device: where the tensors are wanted; cache: a FeatureCache of these
+    rows, or None, to be set before the first `read`
     """
 
     def __init__(self, packed, num_depths, device):
