@@ -249,9 +249,11 @@ class Engine:
         self._in_change = False
         return done
 
-    def _known_budget(self, running):
-        """The most known tokens beside these running requests; None: no limit."""
-        return self.graphs.known_budget(running, self.graphs.beside(self.plan.best(len(running)))) if running else None
+    def _known_budget(self, running, entering):
+        """The most known tokens of the entering requests beside the running ones; None: no limit."""
+        if not running:
+            return None
+        return self.graphs.known_budget(running, entering, self.graphs.beside(self.plan.best(len(running))))
 
     # --- prefill ---
 

@@ -26,6 +26,10 @@ KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
 # Also, for prompts alone on several ranks, or through a module: the host launches kernels more slowly than they are computed.
 MORE_TOKENS = 1536, 2048
 PACE = 2.4  # a step with known tokens may take so many times the same step without
+# Where nobody waits for a step, known tokens are shared out among so many. Then hardly a step goes without them, and rows beside
+# known tokens cost less than rows alone. By a model of the step's time that meets four measured rates within 2 % (docs/log.md),
+# 256 requests in 64 seats make 4 % more tokens than with as many known tokens in a step as a graph holds.
+SPREAD = 4
 
 
 def graph_sizes(max_num_seqs):
@@ -89,7 +93,7 @@ class StepGraphs:
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
         # Beside known tokens rows are dear, so at most half of the tree's depth is drafted where the depth is chosen.
-        half = (self.step.tree.max_depth + 1) // 2
+        half = max(self.step.tree.max_depth // 2, 1)
         self.smallest = len(steps) - 1
         first = next((which for which, step in enumerate(steps) if step.tree.max_depth <= half), self.smallest)
         self.mixed = sorted({first, self.smallest})  # which steps have graphs with known tokens beside
@@ -109,7 +113,10 @@ class StepGraphs:
     def _sizes_beside(self, nodes):
         """Numbers of batch rows of so many nodes that get graphs with known tokens: where they are few, padding costs little."""
         few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
-        return [size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])]
+        coarse = [
+            size for size in self.sizes if size < 4 or size % (1 << (size.bit_length() - 2)) == 0
+        ]  # 16, 24, 32, 48, 64
+        return [size for size in self.sizes if size >= few and (size in coarse or size == self.sizes[-1])]
 
     def capture(self, progress=lambda keys: keys, filters=NO_FILTERS):
         """Make the graphs of all sizes, for requests with such filters, too. Largest first: it sizes the pool."""
@@ -152,22 +159,29 @@ class StepGraphs:
         place = (self._size(num_requests, which), which) if num_requests else (0, self.smallest)
         return next((known for known in self._known.get(place, ()) if known.size >= count), None)
 
-    def known_budget(self, requests, which):
-        """The most known tokens that one of the steps, of these running requests, should take; None: no limit.
+    def known_budget(self, requests, entering, which):
+        """The most known tokens of entering requests that one of the steps, of these running requests, should take; None: no limit.
 
         Beside a stream: the most whose graph takes at most PACE times the step alone, what the requests' contexts take included; at
-        least those of the smallest graph, so that prompts go on. Else those of the largest graph: nobody waits for the step.
+        least those of the smallest graph, so that prompts go on. Else nobody waits for the step: where a stream enters, as many as
+        a graph holds, and a part of them (SPREAD) where none does, so that the next steps have some, too.
         """
         if not self._known:
             return None
         contexts = self._seconds_per_token * sum(request.committed for request in requests)
         alone = self._seconds[self._size(len(requests)), which, 0]
-        place, before = (self._size(len(requests), which), which), 0.0
+        place, before, spread = (self._size(len(requests), which), which), 0.0, SPREAD
         if max(map(next_filters, requests)) not in self.mixed_filters:
-            place, before = (0, self.smallest), alone  # the known tokens' graph follows the step's
+            place, before, spread = (
+                (0, self.smallest),
+                alone,
+                1,
+            )  # the known tokens' graph follows the step's, and reads the weights
         held = self._known[place]
         if not any(request.is_streamed for request in requests):
-            return held[-1].size
+            left = sum(request.num_known - request.computed for request in entering)
+            share = left / (1 if any(request.is_streamed for request in entering) else spread)
+            return next((known.size for known in held if known.size >= share), held[-1].size)
         limit = PACE * (alone + contexts) - contexts - before
         return max([known.size for known in held if self._seconds[*place, known.size] <= limit], default=held[0].size)
 

@@ -7,6 +7,7 @@ pages cover the greatest possible length.
 """
 
 import heapq
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -120,11 +121,11 @@ class Scheduler:
             self.pool.forget()
         return not self.active
 
-    def schedule(self, known_budget=lambda running: None, max_chunks=None):
+    def schedule(self, known_budget=lambda running, entering: None, max_chunks=None):
         """Decide one step and take the pages for it.  -> ScheduledStep
 
-        known_budget(running requests): the most prompt tokens beside them, None for max_num_batched_tokens; max_chunks: the most
-        chunks of prompts, None: as many as there are.
+        known_budget(running requests, requests that have seats for their prompts, or could get some): the most prompt tokens beside
+        the running ones, None for max_num_batched_tokens; max_chunks: the most chunks of prompts, None: as many as there are.
         """
         max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
@@ -133,7 +134,10 @@ class Scheduler:
             unread = request.matcher is not None and request.in_flight
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight and not unread:
                 self._schedule_decode(request, step)
-        budget = min(known_budget(step.decode) or self.max_num_batched_tokens, self.max_num_batched_tokens)
+        entering = [request for request in self.active if request.status is Status.PREFILLING]
+        entering += itertools.islice(self.waiting, len(self.free_seats))
+        most = self.max_num_batched_tokens
+        budget = min(known_budget(step.decode, entering) or most, most)
         for request in self.active:
             if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:
                 budget -= self._cut_chunk(request, budget, step)

@@ -22,8 +22,8 @@ PROBE_EVERY = 64  # steps of a bucket between two trials of a depth other than t
 
 
 def depths_to_try(max_depth):
-    """Cuts of a tree of this depth: none, one level, half and all.  5 -> [5, 3, 1, 0]"""
-    return sorted({max_depth, -(-max_depth // 2), 1, 0}, reverse=True)
+    """Cuts of a tree of this depth: none, one level, half (rounded up and down) and all.  5 -> [5, 3, 2, 1, 0]"""
+    return sorted({max_depth, -(-max_depth // 2), max_depth // 2, min(max_depth, 1), 0}, reverse=True)
 
 
 def buckets(max_num_seqs):

@@ -127,6 +127,13 @@ def test_sizes_are_a_sixteenth_of_each_other_apart():
     assert len(sizes) < 24
 
 
+def test_batch_rows_beside_known_tokens_are_a_half_apart():
+    seats = SeatTable(256, 1, 8, 11, torch.float32, torch.device("cpu"))
+    assert CountingGraphs(seats, 256)._sizes_beside(1) == [64, 96, 128, 192, 256]
+    assert CountingGraphs(seats, 40)._sizes_beside(3) == [16, 24, 32, 40]
+    assert CountingGraphs(seats, 1)._sizes_beside(70) == [1]
+
+
 def test_known_tokens_and_the_rows_of_a_step_fill_tiles():
     assert known_sizes(0, 8192) == [64, 128, 256, 384, 512, 640, 768, 1024]
     assert known_sizes(16, 8192) == [48, 112, 240, 368, 496, 624, 752, 1008]
@@ -158,8 +165,11 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
         )
         return [SimpleNamespace(params=params, **given)] * count
 
-    def budget(requests):
-        return graphs.known_budget(requests, 0)
+    def entering(known, computed=0, is_streamed=False):
+        return SimpleNamespace(num_known=known, computed=computed, is_streamed=is_streamed)
+
+    def budget(requests, *prompts):
+        return graphs.known_budget(requests, prompts or [entering(4096)], 0)
 
     assert budget(running(3)) is None
     held = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
@@ -177,8 +187,16 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     graphs._seconds = {(size, 0, known): value / 1e3 for (size, known), value in milliseconds.items()}
     assert budget(running(5)) == 64
     assert budget(running(64)) == 1024
-    assert budget(running(5, is_streamed=False)) == 1024, "nobody waits for the step"
+    calm = running(5, is_streamed=False)
+    assert budget(calm) == 1024, "nobody waits for the step"
     assert budget(running(4, is_streamed=False) + running(1)) == 64, "one does"
+    assert budget(calm, entering(1024)) == 256, "the next steps take the rest"
+    assert budget(calm, entering(1300, 300), entering(24)) == 256
+    assert budget(calm, entering(1000), entering(28)) == 1024
+    assert budget(calm, entering(1000), entering(1, is_streamed=True)) == 1024, "its first token is waited for"
+    assert budget(running(5, is_streamed=False, top_p=0.9), entering(1024)) == 1024, (
+        "a pass of their own reads the weights"
+    )
     # 5 contexts of 100 tokens take 0.5 ms beside the 4 and the 10: 10.5 of 4.5 are fewer than 2.4 times.
     graphs._seconds_per_token = 1e-6
     assert budget(running(5, 100)) == 256
@@ -206,7 +224,8 @@ def test_beside_known_tokens_a_step_drafts_at_most_half_as_deep_and_no_deeper_th
         graphs = StepGraphs(steps, 64)
         return {depth: depths[graphs.beside(which)] for which, depth in enumerate(depths)}
 
-    assert depths_beside(5, 3, 1, 0) == {5: 3, 3: 3, 1: 0, 0: 0}
+    assert depths_beside(5, 3, 2, 1, 0) == {5: 2, 3: 2, 2: 2, 1: 0, 0: 0}
+    assert depths_beside(1, 0) == {1: 1, 0: 0}
     assert depths_beside(5) == {5: 5}, "nothing else was asked for"
     assert depths_beside(5, 4) == {5: 4, 4: 4}
     assert depths_beside(0) == {0: 0}

@@ -19,7 +19,7 @@ from headstart.inference.speculation.adaptive import (
 )
 from headstart.tests.inference.speculation.small_drafters import DEVICES, llama, make, outputs
 
-DEPTHS = [5, 3, 1, 0]
+DEPTHS = [5, 3, 2, 1, 0]
 
 
 def run(plan, num_requests, steps, cost, reach):
@@ -39,6 +39,8 @@ def run(plan, num_requests, steps, cost, reach):
 
 def test_depths_that_are_tried():
     assert depths_to_try(5) == DEPTHS
+    assert depths_to_try(4) == [4, 2, 1, 0]
+    assert depths_to_try(3) == [3, 2, 1, 0]
     assert depths_to_try(2) == [2, 1, 0]
     assert depths_to_try(1) == [1, 0]
 
