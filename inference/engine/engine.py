@@ -251,8 +251,6 @@ class Engine:
 
     def _known_budget(self, running, entering):
         """The most known tokens of the entering requests beside the running ones; None: no limit."""
-        if not running:
-            return None
         return self.graphs.known_budget(running, entering, self.graphs.beside(self.plan.best(len(running))))
 
     # --- prefill ---

@@ -125,7 +125,8 @@ class Scheduler:
         """Decide one step and take the pages for it.  -> ScheduledStep
 
         known_budget(running requests, requests that have seats for their prompts, or could get some): the most prompt tokens beside
-        the running ones, None for max_num_batched_tokens; max_chunks: the most chunks of prompts, None: as many as there are.
+        the running ones, of which there are some, None for max_num_batched_tokens; max_chunks: the most chunks of prompts, None: as
+        many as there are.
         """
         max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
@@ -137,7 +138,7 @@ class Scheduler:
         entering = [request for request in self.active if request.status is Status.PREFILLING]
         entering += itertools.islice(self.waiting, len(self.free_seats))
         most = self.max_num_batched_tokens
-        budget = min(known_budget(step.decode, entering) or most, most)
+        budget = min(step.decode and known_budget(step.decode, entering) or most, most)
         for request in self.active:
             if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:
                 budget -= self._cut_chunk(request, budget, step)
