@@ -137,8 +137,8 @@ class Scheduler:
                 self._schedule_decode(request, step)
         entering = [request for request in self.active if request.status is Status.PREFILLING]
         entering += itertools.islice(self.waiting, len(self.free_seats))
-        most = self.max_num_batched_tokens
-        budget = min(step.decode and known_budget(step.decode, entering) or most, most)
+        limit = known_budget(step.decode, entering) if step.decode else None
+        budget = min(limit or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:
             if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:
                 budget -= self._cut_chunk(request, budget, step)
