@@ -156,6 +156,9 @@ class Forked(Started):
         super().__init__(options)
         importlib.import_module(f"headstart.train.{Path(options.script[0]).stem}")
         importlib.import_module("transformers.models.llama.modeling_llama")
+        # Threads of a parallel loop do not outlast a fork, and the fork would wait for them: this process computes on one.
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
 
     def __call__(self, run, resume, moment):
         counted, events = run.parent / "touched", 0
@@ -193,6 +196,7 @@ class Forked(Started):
             sys.argv = [*self.words, "--output", str(run), *(["--resume"] if resume else [])]
             status = 1
             sys.addaudithook(watch)
+            torch.set_num_threads(self.threads)
             try:
                 runpy.run_path(self.words[0], run_name="__main__")
             except SystemExit as left:
