@@ -6,6 +6,7 @@ request that has since ended or been preempted are dropped. Tokens are a functio
 gives the same tokens.
 """
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -192,7 +193,8 @@ class Engine:
             # Unread steps belong to requests that have ended, so no caller waits for them.
             self.launched.clear()
             self._read_until = time.perf_counter()
-        scheduled = self.scheduler.schedule(self._known_budget, self.graphs.max_chunks)
+        known_budget = functools.partial(self.graphs.known_budget, plan=self.plan)
+        scheduled = self.scheduler.schedule(known_budget, self.graphs.max_chunks)
         self.seats.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
         if self.scheduler.enable_prefix_caching:
@@ -248,10 +250,6 @@ class Engine:
         done = self.scheduler.reset_prefix_cache()
         self._in_change = False
         return done
-
-    def _known_budget(self, running, entering):
-        """The most known tokens of the entering requests beside the running ones; None: no limit."""
-        return self.graphs.known_budget(running, entering, self.graphs.beside(self.plan.best(len(running))))
 
     # --- prefill ---
 
@@ -309,11 +307,11 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         filters, num_captures = max(map(next_filters, requests)), self.graphs.num_captures
-        which, known = self.graphs.beside(self.plan.best(len(requests))), None
+        known = None
         if chunks and filters in self.graphs.mixed_filters:
+            which = self.plan.choose_beside(len(requests), self.graphs.seconds_beside(requests, self.plan))
             known = self.prompts.place(chunks, len(requests), which)
-        if known is None:
-            which = self.plan.choose(len(requests))
+        which = self.plan.choose(len(requests)) if known is None else which
         self.seats.logit_state.write_grammars(requests)
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None

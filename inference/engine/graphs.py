@@ -26,10 +26,10 @@ KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
 # Also, for prompts alone on several ranks, or through a module: the host launches kernels more slowly than they are computed.
 MORE_TOKENS = 1536, 2048
 PACE = 2.4  # a step with known tokens may take so many times the same step without
-# Where nobody waits for a step, known tokens are shared out among so many. Then hardly a step goes without them, and rows beside
-# known tokens cost less than rows alone. By a model of the step's time that meets four measured rates within 2 % (docs/log.md),
-# 256 requests in 64 seats make 4 % more tokens than with as many known tokens in a step as a graph holds.
-SPREAD = 4
+# Where nobody waits for a step, it takes this part of the known tokens that wait. Then hardly a step goes without them, and rows
+# beside known tokens cost less than rows alone. By a model of the step's time that meets four measured rates within 2 %
+# (docs/log.md), 256 requests in 64 seats make 4 % more tokens than with as many known tokens in a step as a graph holds.
+SHARE = 1 / 4
 
 
 def graph_sizes(max_num_seqs):
@@ -92,10 +92,13 @@ class StepGraphs:
         self._seconds_per_token = 0.0  # of a step, to read the keys and values of one committed token
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
-        # Beside known tokens rows are dear, so at most half of the tree's depth is drafted where the depth is chosen.
-        half = max(self.step.tree.max_depth // 2, 1)
-        self.smallest = len(steps) - 1
-        first = next((which for which, step in enumerate(steps) if step.tree.max_depth <= half), self.smallest)
+        # Beside known tokens rows are dear, so at most half of the tree's depth is drafted where the depth is chosen: rounded down,
+        # or up where there is none between.
+        depths, most, self.smallest = [step.tree.max_depth for step in steps], steps[0].tree.max_depth, len(steps) - 1
+        fitting = (
+            [d for d in depths if 1 <= d <= most // 2] or [d for d in depths if d <= (most + 1) // 2] or depths[-1:]
+        )
+        first = depths.index(fitting[0])
         self.mixed = sorted({first, self.smallest})  # which steps have graphs with known tokens beside
         self.mixed_sizes = {which: self._sizes_beside(steps[which].tree.num_nodes) for which in self.mixed}
         self.mixed_filters = {NO_FILTERS}  # kinds of steps that have graphs with known tokens beside
@@ -150,38 +153,53 @@ class StepGraphs:
         """The most chunks of prompts that a pass should take: None if no graph takes them."""
         return MAX_CHUNKS if self._known else None
 
-    def beside(self, which):
-        """Which step runs with known tokens beside, where `which` would run without: one that drafts no deeper."""
-        return next(mixed for mixed in self.mixed if mixed >= which)
+    @property
+    def num_rows(self):
+        """Batch rows of all graphs for one kind of filters."""
+        beside = sum(size * len(held) for (size, _), held in self._known.items())
+        return sum(self.sizes) * len(self.steps) + beside
+
+    def seconds_beside(self, requests, plan):
+        """What each step that has graphs with known tokens adds to their time, for these running requests: {which: seconds}
+
+        By the largest graph of each. All 0 where there are no such graphs, or where the plan of depths does not go by times.
+        """
+        if not (self._known and plan.measures):
+            return dict.fromkeys(self.mixed, 0.0)
+        alone = [(held.size, self._seconds[0, self.smallest, held.size]) for held in self._known[0, self.smallest]]
+        contexts, found = self._seconds_per_token * sum(request.committed for request in requests), {}
+        for which in self.mixed:
+            size = self._size(len(requests), which)
+            known = self._known[size, which][-1].size
+            whole, seconds = next((one for one in alone if one[0] >= known), alone[-1])
+            found[which] = self._seconds[size, which, known] - seconds * known / whole + contexts
+        return found
 
     def known_rows(self, count, num_requests=0, which=None):
         """The smallest KnownRows that hold so many tokens beside so many requests in one of the steps, or None."""
         place = (self._size(num_requests, which), which) if num_requests else (0, self.smallest)
         return next((known for known in self._known.get(place, ()) if known.size >= count), None)
 
-    def known_budget(self, requests, entering, which):
-        """The most known tokens of entering requests that one of the steps, of these running requests, should take; None: no limit.
+    def known_budget(self, requests, entering, plan):
+        """The most known tokens of entering requests that a step of these running requests should take; None: no limit.
 
         Beside a stream: the most whose graph takes at most PACE times the step alone, what the requests' contexts take included; at
         least those of the smallest graph, so that prompts go on. Else nobody waits for the step: where a stream enters, as many as
-        a graph holds, and a part of them (SPREAD) where none does, so that the next steps have some, too.
+        a graph holds, and a part of what waits (SHARE) where none does, so that the next steps have some, too.
         """
         if not self._known:
             return None
+        which = plan.best_beside(len(requests), self.seconds_beside(requests, plan))
         contexts = self._seconds_per_token * sum(request.committed for request in requests)
         alone = self._seconds[self._size(len(requests)), which, 0]
-        place, before, spread = (self._size(len(requests), which), which), 0.0, SPREAD
+        place, before, share = (self._size(len(requests), which), which), 0.0, SHARE
         if max(map(next_filters, requests)) not in self.mixed_filters:
-            place, before, spread = (
-                (0, self.smallest),
-                alone,
-                1,
-            )  # the known tokens' graph follows the step's, and reads the weights
+            place, before, share = (0, self.smallest), alone, 1  # the known tokens' graph reads the weights anew
         held = self._known[place]
         if not any(request.is_streamed for request in requests):
-            left = sum(request.num_known - request.computed for request in entering)
-            share = left / (1 if any(request.is_streamed for request in entering) else spread)
-            return next((known.size for known in held if known.size >= share), held[-1].size)
+            waiting = sum(request.num_known - request.computed for request in entering)
+            wanted = waiting * (1 if any(request.is_streamed for request in entering) else share)
+            return next((known.size for known in held if known.size >= wanted), held[-1].size)
         limit = PACE * (alone + contexts) - contexts - before
         return max([known.size for known in held if self._seconds[*place, known.size] <= limit], default=held[0].size)
 

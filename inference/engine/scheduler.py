@@ -124,9 +124,9 @@ class Scheduler:
     def schedule(self, known_budget=lambda running, entering: None, max_chunks=None):
         """Decide one step and take the pages for it.  -> ScheduledStep
 
-        known_budget(running requests, requests that have seats for their prompts, or could get some): the most prompt tokens beside
-        the running ones, of which there are some, None for max_num_batched_tokens; max_chunks: the most chunks of prompts, None: as
-        many as there are.
+        known_budget(running requests, requests whose prompts have seats or could get some; neither list is empty): the most prompt
+        tokens beside the running ones, None for max_num_batched_tokens; max_chunks: the most chunks of prompts, None: as many as
+        there are.
         """
         max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
@@ -137,7 +137,7 @@ class Scheduler:
                 self._schedule_decode(request, step)
         entering = [request for request in self.active if request.status is Status.PREFILLING]
         entering += itertools.islice(self.waiting, len(self.free_seats))
-        limit = known_budget(step.decode, entering) if step.decode else None
+        limit = known_budget(step.decode, entering) if step.decode and entering else None
         budget = min(limit or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:
             if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:

@@ -67,6 +67,7 @@ class LedPlan:
         self._plan, self._records = plan, []
         self.depths, self.measures = plan.depths, plan.measures
         self.choose, self.best = plan.choose, plan.best
+        self.choose_beside, self.best_beside = plan.choose_beside, plan.best_beside
 
     def record(self, num_requests, place, seconds, accepted, confidence=()):
         self._plan.record(num_requests, place, seconds, accepted, confidence)

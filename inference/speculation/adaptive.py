@@ -3,8 +3,9 @@
 Drafting pays while a batch leaves the device room: the larger the batch, the more a drafted node costs, and text that is hard to
 predict pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures two things as it runs: seconds
 per step for each depth and bucket of batch sizes, and how often a path reaches each depth, over all buckets. It takes the depth
-with the most tokens per second. Now and then it tries another depth, to learn whether the best has changed. Outputs do not depend
-on the choice: `strict` keeps their bits, the ratio rules their distribution.
+with the most tokens per second. Now and then it tries another depth, to learn whether the best has changed. Beside prompts it goes
+by what drafts add to the time of a step there, which the engine measured when it was built. Outputs do not depend on the choice:
+`strict` keeps their bits, the ratio rules their distribution.
 
 Some heads say how sure they are of a draft (DSpark's confidence). What they say of the last few drafts, beside what they said on
 average, tells how much easier the text at hand is than the text so far: how often a depth is reached is multiplied by the quotient
@@ -18,12 +19,13 @@ MEMORY = 0.05  # weight of the newest measurement in a running average
 STEADY = 0.01
 LATELY = 0.2  # weight of one request's step in what its text is like now, by the confidence
 FIRST = 4  # steps of a depth before it is compared with others
+FIRST_REQUESTS = 64  # steps of single requests before a depth's acceptance counts beside prompts
 PROBE_EVERY = 64  # steps of a bucket between two trials of a depth other than the best
 
 
 def depths_to_try(max_depth):
     """Cuts of a tree of this depth: none, one level, half (rounded up and down) and all.  5 -> [5, 3, 2, 1, 0]"""
-    return sorted({max_depth, -(-max_depth // 2), max_depth // 2, min(max_depth, 1), 0}, reverse=True)
+    return sorted({max_depth, -(-max_depth // 2), max_depth // 2, 1, 0}, reverse=True)
 
 
 def buckets(max_num_seqs):
@@ -57,7 +59,7 @@ class Adaptive:
         # How often a path got to depth 1, 2, ..., how often it should have by its confidence, and by that of the last few drafts.
         self.reached, self.claimed, self.lately = ([RunningAverage() for _ in range(max(depths))] for _ in range(3))
         self._last_depth = 0
-        self._steps = dict.fromkeys(buckets, 0)
+        self._steps, self._beside = dict.fromkeys(buckets, 0), 0
         self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
 
     def choose(self, num_requests):
@@ -79,9 +81,28 @@ class Adaptive:
         measured = [place for place, depth in enumerate(self.depths) if self.seconds[size, depth].count >= FIRST]
         return max(measured, key=lambda place: self.rate(size, self.depths[place]), default=0)
 
+    def choose_beside(self, num_requests, seconds):
+        """Index in `depths` of the depth for a step with prompt tokens.
+
+        seconds: {index: what a step of that depth and of so many requests adds to the time of the prompt tokens alone}
+        """
+        self._beside += 1
+        return self.best_beside(num_requests, seconds) if self._beside % PROBE_EVERY else min(seconds)
+
+    def best_beside(self, num_requests, seconds):
+        """The same without a try at the greatest depth, which is the best until a path could have got there a few times."""
+        deepest = min(seconds)
+        if self.depths[deepest] and self.reached[self.depths[deepest] - 1].count < FIRST_REQUESTS:
+            return deepest
+        return max(seconds, key=lambda place: self._tokens(self.depths[place]) / max(seconds[place], 1e-9))
+
     def rate(self, size, depth):
         """Expected tokens per second and request with drafts of this depth in a bucket."""
-        return (1 + sum(map(self._chance, range(depth)))) / max(self.seconds[size, depth].value, 1e-9)
+        return self._tokens(depth) / max(self.seconds[size, depth].value, 1e-9)
+
+    def _tokens(self, depth):
+        """Expected tokens of a request's step."""
+        return 1 + sum(map(self._chance, range(depth)))
 
     def _chance(self, level):
         """How likely a path gets to a depth, from 0, of the text at hand. For depths below the last draft's the last one's ease."""
@@ -115,33 +136,39 @@ class Adaptive:
         return next(size for size in self.buckets if size >= num_requests)
 
 
-class PerBatchSize:
-    """Depths given by the user: {smallest batch size: depth}, of a tree of max_depth."""
+class _Told:
+    """A plan that measures nothing."""
 
     measures = False
-
-    def __init__(self, depth_of, max_depth):
-        self.depth_of = dict(sorted(depth_of.items()))
-        self.depths = sorted({max_depth, *self.depth_of.values()}, reverse=True)
 
     def choose(self, num_requests):
         """Index in `depths` of the depth for a step of `num_requests` requests."""
         return self.best(num_requests)
+
+    def best_beside(self, num_requests, seconds):
+        """The same for a step with prompt tokens, among the keys of `seconds`: no deeper than without."""
+        return min(place for place in seconds if place >= self.best(num_requests))
+
+    choose_beside = best_beside
+
+
+class PerBatchSize(_Told):
+    """Depths given by the user: {smallest batch size: depth}, of a tree of max_depth."""
+
+    def __init__(self, depth_of, max_depth):
+        self.depth_of = dict(sorted(depth_of.items()))
+        self.depths = sorted({max_depth, *self.depth_of.values()}, reverse=True)
 
     def best(self, num_requests):
         depth = [depth for size, depth in self.depth_of.items() if size <= num_requests][-1]
         return self.depths.index(depth)
 
 
-class OneDepth:
+class OneDepth(_Told):
     """The whole tree in every step."""
-
-    measures = False
 
     def __init__(self, depth):
         self.depths = [depth]
 
-    def choose(self, _):
+    def best(self, _):
         return 0
-
-    best = choose

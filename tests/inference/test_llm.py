@@ -216,7 +216,8 @@ def test_a_stream_loses_nothing_when_other_calls_step_the_engine(llm):
 def test_prompts_are_kept_short_beside_streams_alone(llm, monkeypatch):
     """With at most 3 known tokens beside a stream: a prompt that enters takes many steps, beside other outputs one."""
 
-    def known_budget(running, *_):
+    def known_budget(running, entering, plan):
+        assert entering
         return 3 if any(request.is_streamed for request in running) else None
 
     monkeypatch.setattr(llm.engine.graphs, "known_budget", known_budget)

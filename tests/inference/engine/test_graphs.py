@@ -16,6 +16,7 @@ from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
 from headstart.inference.engine.target_scores import CUT, NO_FILTERS
 from headstart.inference.models.decoder import Decoder
+from headstart.inference.speculation.adaptive import Adaptive, OneDepth, PerBatchSize
 from headstart.inference.speculation.drafters.drafter import NoDrafter
 
 
@@ -169,7 +170,7 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
         return SimpleNamespace(num_known=known, computed=computed, is_streamed=is_streamed)
 
     def budget(requests, *prompts):
-        return graphs.known_budget(requests, prompts or [entering(4096)], 0)
+        return graphs.known_budget(requests, prompts or [entering(4096)], OneDepth(0))
 
     assert budget(running(3)) is None
     held = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
@@ -222,13 +223,34 @@ def test_beside_known_tokens_a_step_drafts_at_most_half_as_deep_and_no_deeper_th
     def depths_beside(*depths):
         steps = [SimpleNamespace(tree=SimpleNamespace(max_depth=d, num_nodes=1 + d), seats=seats) for d in depths]
         graphs = StepGraphs(steps, 64)
-        return {depth: depths[graphs.beside(which)] for which, depth in enumerate(depths)}
+        told = PerBatchSize(dict(enumerate(depths, 1)), depths[0])
+        seconds = graphs.seconds_beside([], told)
+        return {depth: depths[told.best_beside(which, seconds)] for which, depth in enumerate(depths, 1)}
 
     assert depths_beside(5, 3, 2, 1, 0) == {5: 2, 3: 2, 2: 2, 1: 0, 0: 0}
+    assert depths_beside(5, 3, 0) == {5: 3, 3: 3, 0: 0}, "none between"
     assert depths_beside(1, 0) == {1: 1, 0: 0}
     assert depths_beside(5) == {5: 5}, "nothing else was asked for"
     assert depths_beside(5, 4) == {5: 4, 4: 4}
     assert depths_beside(0) == {0: 0}
+
+
+def test_what_a_step_adds_to_known_tokens_is_its_time_without_theirs():
+    seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
+    steps = [SimpleNamespace(tree=SimpleNamespace(max_depth=d, num_nodes=1 + d), seats=seats) for d in (2, 1, 0)]
+    graphs = StepGraphs(steps, 64)
+    assert graphs.mixed == [1, 2]
+    plan = Adaptive([2, 1, 0], [64])
+    assert graphs.seconds_beside([1] * 40, plan) == {1: 0.0, 2: 0.0}, "there are no graphs with known tokens"
+    known = {size: KnownRows(size, seats, NoDrafter()) for size in (64, 256, 448, 512)}
+    graphs._known = {(0, 2): [known[256], known[512]], (64, 1): [known[64], known[256]], (64, 2): [known[448]]}
+    graphs.mixed_sizes = {1: [64], 2: [64]}
+    milliseconds = {(0, 2, 256): 8, (0, 2, 512): 16, (64, 1, 64): 9, (64, 1, 256): 13, (64, 2, 448): 17}
+    graphs._seconds = {key: value / 1e3 for key, value in milliseconds.items()}
+    graphs._seconds_per_token = 1e-6
+    found = graphs.seconds_beside([SimpleNamespace(committed=50)] * 40, plan)
+    assert found == pytest.approx({1: 7e-3, 2: 5e-3})  # 13 - 8 + 2, and 17 - 16 * 448 / 512 + 2
+    assert graphs.num_rows == sum(graphs.sizes) * 3 + 64 * 2 + 64
 
 
 def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():

@@ -138,6 +138,21 @@ def test_prompts_beside_running_requests_have_a_budget_of_their_own():
     assert asked == [(1, 290), (1, 226), (1, 162), (1, 98), (2, 34)]
 
 
+def test_a_budget_is_asked_for_prompts_that_can_enter():
+    """Two seats, five requests: the first runs, the second is told of, with what is left of it; nothing is asked once it runs."""
+    scheduler, asked = build(max_num_seqs=2, max_num_batched_tokens=100), []
+
+    def known_budget(running, entering):
+        asked.append([request.seed for request in entering])
+        return 40
+
+    for seed in range(5):
+        scheduler.add(make(60, new=8, seed=seed))
+    for _ in range(4):
+        prefill(scheduler, scheduler.schedule(known_budget))
+    assert asked == [[1]]
+
+
 def test_a_pass_has_at_most_so_many_chunks():
     scheduler = build(max_num_seqs=5, max_num_batched_tokens=100)
     for seed in range(5):

@@ -223,3 +223,15 @@ def test_what_a_reader_takes_between_two_tokens_is_no_cost_of_a_step(monkeypatch
             next(clock)
     assert len(llm.engine.plan.seconds) > 3
     assert max(llm.engine.plan.seconds) < 100
+
+
+def test_beside_prompts_the_depth_is_taken_that_costs_least_a_token():
+    plan = Adaptive(DEPTHS, [1, 64])
+    dear, cheap = {2: 5.0, 4: 2.0}, {2: 2.5, 4: 2.0}  # places of the depths 2 and 0: seconds
+    assert plan.best_beside(64, dear) == 2, "nothing is known of the acceptance"
+    for _ in range(2):
+        plan.record(64, 2, None, [0, 0, 1, 2] * 16)  # half of the paths get to depth 1, a quarter to depth 2
+    assert plan.best_beside(64, dear) == 4, "2.5 times the seconds for 1.75 times the tokens"
+    assert plan.best_beside(64, cheap) == 2
+    assert [plan.choose_beside(64, dear) for _ in range(2 * PROBE_EVERY)].count(2) == 2, "the greatest is tried again"
+    assert all(average.count == 0 for average in plan.seconds.values()), "no step without prompts was needed"
