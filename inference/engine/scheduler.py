@@ -7,7 +7,6 @@ pages cover the greatest possible length.
 """
 
 import heapq
-import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -136,7 +135,8 @@ class Scheduler:
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight and not unread:
                 self._schedule_decode(request, step)
         entering = [request for request in self.active if request.status is Status.PREFILLING]
-        entering += itertools.islice(self.waiting, len(self.free_seats))
+        # By their places: another thread may join the end of the queue meanwhile, which ends an iterator.
+        entering += [self.waiting[i] for i in range(min(len(self.waiting), len(self.free_seats)))]
         limit = known_budget(step.decode, entering) if step.decode and entering else None
         budget = min(limit or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:

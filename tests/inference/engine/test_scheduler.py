@@ -3,6 +3,9 @@
 Pages that requests share: test_prefix_reuse.py. Whole lives of requests, against a fake device: test_scheduler_lives.py.
 """
 
+import itertools
+from collections import deque
+
 import pytest
 
 from headstart.inference.engine.request import Request, Status
@@ -151,6 +154,27 @@ def test_a_budget_is_asked_for_prompts_that_can_enter():
     for _ in range(4):
         prefill(scheduler, scheduler.schedule(known_budget))
     assert asked == [[1]]
+
+
+def test_others_may_join_the_queue_while_a_step_is_scheduled():
+    seeds = itertools.count(3)
+
+    class Queue(deque):
+        def __getitem__(self, place):
+            self.append(make(10, seed=next(seeds)))  # as another thread does at any time
+            return super().__getitem__(place)
+
+        def __iter__(self):
+            for request in super().__iter__():
+                self.append(make(10, seed=next(seeds)))
+                yield request
+
+    scheduler = build(max_num_seqs=4)
+    scheduler.add(make(10, new=8, seed=0))
+    prefill(scheduler, scheduler.schedule())
+    scheduler.waiting = Queue(make(10, seed=seed) for seed in (1, 2))
+    step = scheduler.schedule(lambda running, entering: 64)
+    assert [chunk.request.seed for chunk in step.prefill] == [1, 2, 3]
 
 
 def test_a_pass_has_at_most_so_many_chunks():
