@@ -97,7 +97,7 @@ def measure_workspace(engine, num_tokens):
     # known tokens beside it. Each graph holds the scores of its step, if they are kept.
     sizes, places = engine.graphs.sizes, max(step.tree.max_depth for step in engine.graphs.steps) + 1
     kinds = CUT + 1  # of filters, each with graphs of its own
-    held = engine.graphs.num_rows * places * kinds if engine.graphs.step.keep_scores else 0
+    held = engine.graphs.num_scores(num_tokens) * kinds if engine.graphs.step.keep_scores else 0
     # No step holds changed scores until a request needs one of the tables that change logits: those of all nodes at once for the
     # ratio rules, else of FILTERED_ROWS; before that, those that a level of the draft is drawn from.
     tree = engine.tree.tree

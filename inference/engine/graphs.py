@@ -27,7 +27,7 @@ KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
 MORE_TOKENS = 1536, 2048
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 # Where nobody waits for a step, it takes this part of the known tokens that wait. Then hardly a step goes without them, and rows
-# beside known tokens cost less than rows alone. By a model of the step's time that meets four measured rates within 2 %
+# beside known tokens cost less than rows alone. By a model of the step's time that meets four measured rates within 3 %
 # (docs/log.md), 256 requests in 64 seats make 4 % more tokens than with as many known tokens in a step as a graph holds.
 SHARE = 1 / 4
 
@@ -153,11 +153,17 @@ class StepGraphs:
         """The most chunks of prompts that a pass should take: None if no graph takes them."""
         return MAX_CHUNKS if self._known else None
 
-    @property
-    def num_rows(self):
-        """Batch rows of all graphs for one kind of filters."""
-        beside = sum(size * len(held) for (size, _), held in self._known.items())
-        return sum(self.sizes) * len(self.steps) + beside
+    def num_scores(self, max_known):
+        """Rows of scores [V] that the graphs of one kind of filters hold, if they are kept: one for each token that may be emitted.
+
+        max_known: see above; counted whether or not graphs are captured here
+        """
+        places = [step.tree.max_depth + 1 for step in self.steps]
+        count = sum(self.sizes) * sum(places)
+        for which, sizes in self.mixed_sizes.items():
+            nodes = self.steps[which].tree.num_nodes
+            count += places[which] * sum(size * len(known_sizes(size * nodes, max_known)) for size in sizes)
+        return count
 
     def seconds_beside(self, requests, plan):
         """What each step that has graphs with known tokens adds to their time, for these running requests: {which: seconds}

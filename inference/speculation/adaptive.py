@@ -4,7 +4,7 @@ Drafting pays while a batch leaves the device room: the larger the batch, the mo
 predict pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures two things as it runs: seconds
 per step for each depth and bucket of batch sizes, and how often a path reaches each depth, over all buckets. It takes the depth
 with the most tokens per second. Now and then it tries another depth, to learn whether the best has changed. Beside prompts it goes
-by what drafts add to the time of a step there, which the engine measured when it was built. Outputs do not depend on the choice:
+by what a step of each depth adds to their time, which the engine measured when it was built. Outputs do not depend on the choice:
 `strict` keeps their bits, the ratio rules their distribution.
 
 Some heads say how sure they are of a draft (DSpark's confidence). What they say of the last few drafts, beside what they said on

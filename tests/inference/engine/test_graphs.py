@@ -250,7 +250,26 @@ def test_what_a_step_adds_to_known_tokens_is_its_time_without_theirs():
     graphs._seconds_per_token = 1e-6
     found = graphs.seconds_beside([SimpleNamespace(committed=50)] * 40, plan)
     assert found == pytest.approx({1: 7e-3, 2: 5e-3})  # 13 - 8 + 2, and 17 - 16 * 448 / 512 + 2
-    assert graphs.num_rows == sum(graphs.sizes) * 3 + 64 * 2 + 64
+    graphs._seconds |= {(40, 1, 0): 8e-3, (40, 2, 0): 6e-3}
+    running = [SimpleNamespace(committed=0, params=SamplingParams(), output_token_ids=[1], is_streamed=True)] * 40
+    assert graphs.known_budget(running, [], plan) == 256, (
+        "13 ms are fewer than 2.4 times 8: the depth of 1 is not known yet"
+    )
+    plan.record(64, 2, None, [0] * 64)
+    plan.record(64, 1, None, [0] * 64)
+    assert graphs.known_budget(running, [], plan) == 448, (
+        "it is not worth 7 ms for 5: 17 are more than 2.4 times 6, but no graph is smaller"
+    )
+
+
+def test_kept_scores_are_counted_for_every_graph():
+    seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
+    steps = [SimpleNamespace(tree=SimpleNamespace(max_depth=d, num_nodes=1 + d), seats=seats) for d in (4, 2, 0)]
+    graphs = StepGraphs(steps, 64)
+    assert graphs.mixed_sizes == {1: [16, 24, 32, 48, 64], 2: [64]}
+    beside = 3 * sum(rows * len(known_sizes(3 * rows, 2048)) for rows in (16, 24, 32, 48, 64))
+    beside += 64 * len(known_sizes(64, 2048))
+    assert graphs.num_scores(2048) == sum(graphs.sizes) * (5 + 3 + 1) + beside
 
 
 def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():
