@@ -311,7 +311,8 @@ class Engine:
         if chunks and filters in self.graphs.mixed_filters:
             which = self.plan.choose_beside(len(requests), self.graphs.seconds_beside(requests, self.plan))
             known = self.prompts.place(chunks, len(requests), which)
-        which = self.plan.choose(len(requests)) if known is None else which
+        if known is None:
+            which = self.plan.choose(len(requests))
         self.seats.logit_state.write_grammars(requests)
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None

@@ -92,13 +92,13 @@ class StepGraphs:
         self._seconds_per_token = 0.0  # of a step, to read the keys and values of one committed token
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
-        # Beside known tokens rows are dear, so at most half of the tree's depth is drafted where the depth is chosen: rounded down,
-        # or up where there is none between.
-        depths, most, self.smallest = [step.tree.max_depth for step in steps], steps[0].tree.max_depth, len(steps) - 1
-        fitting = (
-            [d for d in depths if 1 <= d <= most // 2] or [d for d in depths if d <= (most + 1) // 2] or depths[-1:]
+        # Beside known tokens rows are dear, so of several depths the nearest to half of the tree's is drafted there (of two as near
+        # the smaller), or none.
+        depths, self.smallest = [step.tree.max_depth for step in steps], len(steps) - 1
+        drafting = [which for which, depth in enumerate(depths) if depth]
+        first = min(
+            drafting, key=lambda which: (abs(2 * depths[which] - depths[0]), depths[which]), default=self.smallest
         )
-        first = depths.index(fitting[0])
         self.mixed = sorted({first, self.smallest})  # which steps have graphs with known tokens beside
         self.mixed_sizes = {which: self._sizes_beside(steps[which].tree.num_nodes) for which in self.mixed}
         self.mixed_filters = {NO_FILTERS}  # kinds of steps that have graphs with known tokens beside
@@ -116,10 +116,9 @@ class StepGraphs:
     def _sizes_beside(self, nodes):
         """Numbers of batch rows of so many nodes that get graphs with known tokens: where they are few, padding costs little."""
         few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
-        coarse = [
-            size for size in self.sizes if size < 4 or size % (1 << (size.bit_length() - 2)) == 0
-        ]  # 16, 24, 32, 48, 64
-        return [size for size in self.sizes if size >= few and (size in coarse or size == self.sizes[-1])]
+        # Powers of two and what lies halfway between: 16, 24, 32, 48, 64.
+        coarse = {size for size in self.sizes if size % (1 << max(size.bit_length() - 2, 0)) == 0}
+        return [size for size in self.sizes if size >= few and size in coarse | {self.sizes[-1]}]
 
     def capture(self, progress=lambda keys: keys, filters=NO_FILTERS):
         """Make the graphs of all sizes, for requests with such filters, too. Largest first: it sizes the pool."""
@@ -156,7 +155,7 @@ class StepGraphs:
     def num_scores(self, max_known):
         """Rows of scores [V] that the graphs of one kind of filters hold, if they are kept: one for each token that may be emitted.
 
-        max_known: see above; counted whether or not graphs are captured here
+        max_known: as above. They are counted whether or not graphs are captured.
         """
         places = [step.tree.max_depth + 1 for step in self.steps]
         count = sum(self.sizes) * sum(places)

@@ -90,7 +90,7 @@ class Adaptive:
         return self.best_beside(num_requests, seconds) if self._beside % PROBE_EVERY else min(seconds)
 
     def best_beside(self, num_requests, seconds):
-        """The same without a try at the greatest depth, which is the best until a path could have got there a few times."""
+        """The same without tries. Until FIRST_REQUESTS paths could have got there, it is the greatest depth."""
         deepest = min(seconds)
         if self.depths[deepest] and self.reached[self.depths[deepest] - 1].count < FIRST_REQUESTS:
             return deepest
@@ -136,8 +136,8 @@ class Adaptive:
         return next(size for size in self.buckets if size >= num_requests)
 
 
-class _Told:
-    """A plan that measures nothing."""
+class _GivenDepths:
+    """A plan that is told its depths, and measures nothing."""
 
     measures = False
 
@@ -152,7 +152,7 @@ class _Told:
     choose_beside = best_beside
 
 
-class PerBatchSize(_Told):
+class PerBatchSize(_GivenDepths):
     """Depths given by the user: {smallest batch size: depth}, of a tree of max_depth."""
 
     def __init__(self, depth_of, max_depth):
@@ -164,7 +164,7 @@ class PerBatchSize(_Told):
         return self.depths.index(depth)
 
 
-class OneDepth(_Told):
+class OneDepth(_GivenDepths):
     """The whole tree in every step."""
 
     def __init__(self, depth):

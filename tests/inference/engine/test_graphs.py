@@ -217,7 +217,7 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     assert [size_for(count) for count in (1, 256, 257)] == [256, 256, 1024], "alone"
 
 
-def test_beside_known_tokens_a_step_drafts_at_most_half_as_deep_and_no_deeper_than_without():
+def test_beside_known_tokens_a_step_drafts_about_half_as_deep_and_no_deeper_than_without():
     seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
 
     def depths_beside(*depths):
@@ -228,7 +228,8 @@ def test_beside_known_tokens_a_step_drafts_at_most_half_as_deep_and_no_deeper_th
         return {depth: depths[told.best_beside(which, seconds)] for which, depth in enumerate(depths, 1)}
 
     assert depths_beside(5, 3, 2, 1, 0) == {5: 2, 3: 2, 2: 2, 1: 0, 0: 0}
-    assert depths_beside(5, 3, 0) == {5: 3, 3: 3, 0: 0}, "none between"
+    assert depths_beside(5, 3, 0) == {5: 3, 3: 3, 0: 0}, "the nearest"
+    assert depths_beside(5, 0) == {5: 5, 0: 0}, "a depth that was asked for is not left out"
     assert depths_beside(1, 0) == {1: 1, 0: 0}
     assert depths_beside(5) == {5: 5}, "nothing else was asked for"
     assert depths_beside(5, 4) == {5: 4, 4: 4}
