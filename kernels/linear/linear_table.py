@@ -66,20 +66,22 @@ SECOND_RANGE_STEP = 700  # nanoseconds, as above
 
 # Where programs hand over sums (linear_handover.py), by the first and the last number of rows. An 8B under load, microseconds
 # before and after: gate and up of 192 rows 110 and 93, of 320 152 and 139, of 384 166 and 160, of 768 346 and 273; qkv of 512 rows
-# 49 and 47, of 768 75 and 68. Gate and up of 640 rows on an H100: 290 and 253. Nothing gained for gate and up at 256, 512 and 1000
-# rows, nor in `out`, `down` and lm_head: as the power is the limit (700 W), multiprocessors that idle in the last wave cost little.
+# 49 and 47, of 768 75 and 68. Nothing gained for gate and up at 256, 512 and 1000 rows, nor in `out`, `down` and lm_head: as the
+# power is the limit (700 W), multiprocessors that idle in the last wave cost little. On an H100: gate and up of 640 rows in a layer
+# 223, and 367 by tiles of 64 x 256, which alone take 270; down of 1,280 rows 292 and 246.
 HANDOVER = {
     (28672, 4096): {
         (161, 192): PrefillLaunch(192, 128, 64, 5, 4, 1, True, True),
         (257, 320): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
         (321, 384): PrefillLaunch(128, 256, 64, 4, 8, 1, True, True),
-        (577, 640): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
+        (577, 640): PrefillLaunch(128, 256, 64, 4, 8, 1, True, True),
         (641, 768): PrefillLaunch(256, 128, 64, 4, 8, 1, True, True),
     },
     (6144, 4096): {
         (449, 512): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
         (705, 768): PrefillLaunch(64, 256, 64, 5, 4, 1, True, True),
     },
+    (4096, 14336): {(1153, 1280): PrefillLaunch(128, 256, 64, 4, 8, 1, True, True)},
 }
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
@@ -230,7 +232,7 @@ def prefill_launch(N, K, S, rows, programs, memory=H200, late=False):
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
     On a GPU like the H200 some products hand over sums instead (HANDOVER), unless they are late: beside another one (linear.py).
     """
-    if not late and S == 1 and (programs, memory) == (MULTIPROCESSORS, H200):
+    if not late and num_splits(N, K) == S and (programs, memory) == (MULTIPROCESSORS, H200):
         for (first, last), launch in HANDOVER.get((N, K), {}).items():
             if first <= rows <= last:
                 return launch

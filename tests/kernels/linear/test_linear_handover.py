@@ -112,10 +112,11 @@ def test_a_thousand_replays_under_load_have_the_same_bits():
     """All that the table hands over, in one graph, so that flags and memory of one product are those of the next."""
     x, w, _ = operands(768, 28672, 4096, torch.bfloat16, "cuda")
     short = w[:6144]
+    wide, down, _ = operands(1280, 4096, 14336, torch.bfloat16, "cuda")
 
     def work():
         gated = [gate_up_silu(x[:rows], w) for rows in (192, 320, 384, 640, 768)]
-        return torch.cat([y.flatten() for y in (*gated, linear(x[:512], short), linear(x, short))])
+        return torch.cat([y.flatten() for y in (*gated, linear(x[:512], short), linear(x, short), linear(wide, down))])
 
     expected, wrong = work(), torch.zeros((), dtype=torch.int64, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -129,6 +130,7 @@ def test_a_thousand_replays_under_load_have_the_same_bits():
         wrong += (found != expected).sum()
     assert wrong.item() == 0
     assert torch.equal(found[: 192 * 14336].view(192, -1)[:100], gate_up_silu(x[:100], w))
+    assert torch.equal(found[-1280 * 4096 :].view(1280, -1)[:100], linear(wide[:100], down))
     assert not handover_flags(x.device).any()
 
 
