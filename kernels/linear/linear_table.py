@@ -66,9 +66,9 @@ SECOND_RANGE_STEP = 700  # nanoseconds, as above
 
 # Where programs hand over sums (linear_handover.py), by the first and the last number of rows. An 8B under load, microseconds
 # before and after: gate and up of 192 rows 110 and 93, of 320 152 and 139, of 384 166 and 160, of 768 346 and 273; qkv of 512 rows
-# 49 and 47, of 768 75 and 68. Nothing gained for gate and up at 256, 512 and 1000 rows, nor in `out`, `down` and lm_head: as the
-# power is the limit (700 W), multiprocessors that idle in the last wave cost little. On an H100: gate and up of 640 rows in a layer
-# 223, and 367 by tiles of 64 x 256, which alone take 270; down of 1,280 rows 292 and 246.
+# 49 and 47, of 768 75 and 68. On an H100: down of 1,280 rows 292 and 246; gate and up of 640 rows in a layer 238 and 223, but 367
+# by tiles of 64 x 256, which alone take 270. Nothing gained for gate and up at 256, 512 and 1000 rows, nor in `out`, the lm_head
+# and `down` of other rows: as the power is the limit (700 W), multiprocessors that idle in the last wave cost little.
 HANDOVER = {
     (28672, 4096): {
         (161, 192): PrefillLaunch(192, 128, 64, 5, 4, 1, True, True),

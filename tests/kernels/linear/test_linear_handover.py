@@ -73,6 +73,8 @@ def test_only_products_that_run_alone_on_a_gpu_like_the_measured_hand_over():
     assert not prefill_launch(28672, 4096, 1, 320, 148).handover
     assert not prefill_launch(28672, 4096, 1, 320, 132, SharedMemory(99 << 10, 1)).handover
     assert not prefill_launch(28672, 4096, 2, 320, 132).handover
+    assert prefill_launch(4096, 14336, 2, 1280, 132).handover
+    assert not prefill_launch(4096, 14336, 1, 1280, 132).handover
 
 
 TILES = sorted({tile for by_rows in HANDOVER.values() for tile in by_rows.values()})
