@@ -9,8 +9,8 @@ about a microsecond, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B lay
 Releasing before the wait lets whole chains of kernels pile up on the multiprocessors: 142 microseconds instead of 115.
 
 A kernel may await the previous one at its end (`late`) if it needs nothing of it, and the previous one has awaited all that both
-need: they run side by side, and the later one has ended only when both have. Its loads must go past the L1, as those of tensor maps
-do: nothing has made the first cache's contents new.
+need: they run side by side, and the later one has ended only when both have. It is enough that one of its programs awaits. Its
+loads must go past the L1, as those of tensor maps and of `.cg` do: nothing has made the first cache's contents new.
 """
 
 import functools

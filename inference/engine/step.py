@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from ...kernels.attention.kv_commit import kv_commit
-from ...kernels.attention.tree_attention import MixedIndex, build_tree_index
+from ...kernels.attention.mixed_attention import MixedIndex
+from ...kernels.attention.tree_attention import build_tree_index
 from ..models.decoder import ForwardPass
 from ..speculation.drafters.drafter import no_draft
 from .target_scores import NO_FILTERS, TargetScores, draft_scores, path_tokens

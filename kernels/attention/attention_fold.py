@@ -142,11 +142,11 @@ def load_tile(cache, page, h, HK: tl.constexpr, D: tl.constexpr, DIM: tl.constex
 
 
 @jit
-def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr):
-    """Keys or values [64, DIM] of the given rows of the cache; zeros where not visible, whatever lies there."""
+def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr = ""):
+    """Keys, values or queries [rows, DIM] of the given rows; zeros where not visible, whatever lies there."""
     d = tl.arange(0, DIM)
     at = cache + rows[:, None] * D + d[None, :]
-    return tl.load(at, mask=visible[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(at, mask=visible[:, None] & (d < D)[None, :], other=0.0, cache_modifier=CACHE)
 
 
 @jit
@@ -173,20 +173,22 @@ def walk(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """Add the tiles first .. last - 1. Rows see all of their keys, except those below the window's lower edge `lowest` [ROWS].
 
     Takes and returns two states: the closed chunks' (m, l, acc) and the open chunk's. A chunk is closed when the next one begins.
+    CACHE: how page numbers are loaded (a cache_modifier).
     """
     # The next page number is read one step ahead: read in the step itself, it would take a stage of the loads' pipeline.
-    page = tl.load(table + first, mask=first < last, other=0).to(tl.int64)
+    page = tl.load(table + first, mask=first < last, other=0, cache_modifier=CACHE).to(tl.int64)
     for t in range(first, last):
         if starts_chunk(t * 64):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
-        page = tl.load(table + t + 1, mask=t + 1 < last, other=0).to(tl.int64)
+        page = tl.load(table + t + 1, mask=t + 1 < last, other=0, cache_modifier=CACHE).to(tl.int64)
         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
         chunk_m, chunk_l, chunk_acc = fold(q, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, squash, WINDOW)
     return m, l, acc, chunk_m, chunk_l, chunk_acc

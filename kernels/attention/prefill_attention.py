@@ -19,7 +19,7 @@ import torch
 from ..jit import jit, tl, triton
 from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
-from ..overlap import await_previous, overlap, release_next
+from ..overlap import await_previous, can_overlap, overlap, release_next
 from .attention_fold import (
     EVERYTHING,
     FAR,
@@ -59,7 +59,7 @@ class PrefillIndex:
     def num_blocks(self, tokens):
         """Number of blocks of so many tokens that hold all chunks, or could."""
         if self.host_counts is None:
-            return self.num_rows // tokens + len(self.starts)
+            return triton.cdiv(self.num_rows, tokens) + len(self.starts)
         return sum(triton.cdiv(count, tokens) for count in self.host_counts)
 
     def attend(self, q, kv, options=EVERYTHING, out=None):
@@ -99,7 +99,7 @@ def prefill_attention_reference(q, k, v, start, scale=None, window=None):
 
 
 @jit(
-    do_not_specialize=["C", "R", "table_stride", "window"],
+    do_not_specialize=["C", "R", "T", "table_stride", "window"],
     do_not_specialize_on_alignment=["block_table", "starts", "counts"],
 )
 def _prefill_kernel(
@@ -117,6 +117,7 @@ def _prefill_kernel(
     sinks,
     C,
     R,
+    T,
     table_stride,
     scale,
     squash,
@@ -133,13 +134,17 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """NODES: tokens of every chunk; 0: as `counts` says. stats, states: C states of each row, of the far chunks, or None."""
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = ROWS // G
-    await_previous(OVERLAP)
+    CACHE: tl.constexpr = ".cg" if LATE else ""
+    if not LATE:
+        await_previous(OVERLAP)
     release_next(OVERLAP)
     h, block = tl.program_id(0), tl.program_id(1)
+    is_first = (h == 0) & (block == 0)
     # The request of this block, its first token, and the block's number in it: the longest rows first.
     if NODES > 0:
         BLOCKS: tl.constexpr = (NODES + TOKENS - 1) // TOKENS
@@ -150,22 +155,23 @@ def _prefill_kernel(
         spare = block < 0
     else:
         i = tl.arange(0, REQUESTS)
-        count = tl.load(counts + i, mask=i < R, other=0).to(tl.int32)
+        count = tl.load(counts + i, mask=i < R, other=0, cache_modifier=CACHE).to(tl.int32)
         blocks = (count + TOKENS - 1) // TOKENS
         ends = tl.cumsum(blocks, 0)
-        spare = block >= tl.sum(blocks)  # a graph has programs for the most blocks that its rows could make
+        # A graph has programs for the most blocks that its rows could make. Those to spare take the rows after the last chunk.
+        spare = block >= tl.sum(blocks)
         request = tl.minimum(tl.sum((ends <= block).to(tl.int32), 0), R - 1)
-        packed = tl.sum(tl.where(i < request, count, 0), 0)
-        count = tl.where(spare, 0, tl.sum(tl.where(i == request, count, 0), 0))
-        block = tl.where(spare, 0, tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block)
-    start = tl.load(starts + request).to(tl.int32)
+        packed = tl.sum(tl.where(spare | (i < request), count, 0), 0)
+        count = tl.where(spare, T - packed, tl.sum(tl.where(i == request, count, 0), 0))
+        block = tl.where(spare, block - tl.sum(blocks), tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block)
+    start = tl.load(starts + request, cache_modifier=CACHE).to(tl.int32)
     table = block_table + request.to(tl.int64) * table_stride
 
-    r, d, x = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, 64)
+    r, x = tl.arange(0, ROWS), tl.arange(0, 64)
     token = block * TOKENS + r // G
     ok = (r < TOKENS * G) & (token < count)
     rows = (packed + token).to(tl.int64) * HQ + h * G + r % G
-    query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    query = load_rows(q, rows, ok, D, DIM, CACHE)
     position = start + token
     lowest = position - window + 1
     low = start + block * TOKENS  # positions of the block's first and last token
@@ -182,10 +188,12 @@ def _prefill_kernel(
     chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
     m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
         query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
-        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
+        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
     )  # fmt: skip
     if stats is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
         if start // 64 > FAR_TILE:
+            if LATE:
+                await_previous(OVERLAP)
             # The far chunks wholly below L, then the tiles of the open chunk below L.
             begin = start // 64
             first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), FAR_CHUNK), chunk_at(begin * 64)
@@ -203,16 +211,22 @@ def _prefill_kernel(
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         key = t * 64 + x
-        page = tl.load(table + t).to(tl.int64)
+        page = tl.load(table + t, cache_modifier=CACHE).to(tl.int64)
         at = (page * HK + h) * 64 + x
-        k, v = load_rows(k_cache, at, key <= high, D, DIM), load_rows(v_cache, at, key <= high, D, DIM)
+        k = load_rows(k_cache, at, key <= high, D, DIM, CACHE)
+        v = load_rows(v_cache, at, key <= high, D, DIM, CACHE)
         seen = key[None, :] <= position[:, None]
         if WINDOW:
             seen &= key[None, :] >= lowest[:, None]
         chunk_m, chunk_l, chunk_acc = fold(query, k, v, seen, chunk_m, chunk_l, chunk_acc, scale, squash, True)
     m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
-    result = finish(m, l, acc, sinks, h * G + r % G, ok).to(out.dtype.element_ty)
+    result = finish(m, l, acc, sinks, h * G + r % G, ok)
+    result = tl.where(spare, 0.0, result).to(out.dtype.element_ty)
+    d = tl.arange(0, DIM)
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
+    if LATE:  # noqa: SIM102  (known to the compiler)
+        if is_first:  # one program waits for all: this pass has ended only when the one before has
+            await_previous(OVERLAP)
 
 
 def prefill_attention(q, kv, index, options=EVERYTHING, out=None):
@@ -227,18 +241,19 @@ def prefill_attention(q, kv, index, options=EVERYTHING, out=None):
     return _launch(q, kv, index, options, out)
 
 
-def chain_attention(q, kv, block_table, starts, num_kv_heads, options, out=None, far=None):
+def chain_attention(q, kv, block_table, starts, num_kv_heads, options, out=None, far=None, late=False):
     """Attention of B chains of N nodes, the keys of all written: node n stands at position starts[b] + n.
 
     q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. far: states [B, HK, C, N G, 2] and [.., D] of the chunks
-    from FIRST_FAR on, of the tiles wholly below starts[b]; None: this pass walks them. The operands are checked by the caller.
+    from FIRST_FAR on, of the tiles wholly below starts[b]; None: this pass walks them. late: a GPU may run it beside the kernel
+    before, which awaited all that this one needs, or makes `far`. The operands are checked by the caller.
     """
     batch, num_nodes = q.shape[:2]
     index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, batch * num_nodes, num_nodes)
-    return _launch(q.flatten(0, 1), kv, index, options, out, far=far).view(q.shape)
+    return _launch(q.flatten(0, 1), kv, index, options, out, far=far, late=late).view(q.shape)
 
 
-def _launch(q, kv, index, options, out=None, rows=None, num_stages=None, tensor_map=None, far=None):
+def _launch(q, kv, index, options, out=None, rows=None, num_stages=None, tensor_map=None, far=None, late=False):
     """Launch the kernel. rows, num_stages and tensor_map override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
     hk, rows = index.num_kv_heads, rows or block_rows(dim, q.dtype, q.device)
@@ -246,8 +261,6 @@ def _launch(q, kv, index, options, out=None, rows=None, num_stages=None, tensor_
     q = q.contiguous()
     if out is None:
         out = empty_rows(q.shape[0], num_heads * dim, q.dtype, q.device).view(q.shape)
-    if index.host_counts is None:
-        out.zero_()  # rows after the last chunk go through the layers like others: what they leave in page 0 must be finite
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
@@ -258,10 +271,10 @@ def _launch(q, kv, index, options, out=None, rows=None, num_stages=None, tensor_
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
         stats, states, options.sinks, 0 if states is None else states.shape[2],
-        len(index.starts), index.block_table.stride(0), *options.factors(dim), window or 0,
+        len(index.starts), index.num_rows, index.block_table.stride(0), *options.factors(dim), window or 0,
         HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes,
         FAR_CHUNK=FIRST_FAR, FAR_TILE=FAR // PAGE, ROWS=rows,
-        WINDOW=window is not None, TENSOR_MAP=tensor_map,
+        WINDOW=window is not None, TENSOR_MAP=tensor_map, LATE=late and tensor_map and can_overlap(q.device),
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, q.device, alone), enable_fp_fusion=False,
         **overlap(q),
     )  # fmt: skip

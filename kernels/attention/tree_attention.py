@@ -51,7 +51,7 @@ from .attention_fold import (
     tile_sources,
     walk,
 )
-from .prefill_attention import PrefillIndex, chain_attention
+from .prefill_attention import chain_attention
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
@@ -77,27 +77,12 @@ class TreeIndex:
         """B * N"""
         return self.depths.numel()
 
-    def attend(self, q, kv, options=EVERYTHING, out=None):
-        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention. out: where to write, on a GPU."""
+    def attend(self, q, kv, options=EVERYTHING, out=None, late=False):
+        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; out, late: see tree_attention."""
         batch, num_nodes = self.depths.shape
         if q.shape[0] != batch * num_nodes:
             raise ValueError(f"attend takes {batch} x {num_nodes} rows of queries, got {q.shape[0]}")
-        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, options, out).view(q.shape)
-
-
-@dataclass(frozen=True)
-class MixedIndex:
-    """Rows of draft trees, then rows of prompts, in one pass on a GPU."""
-
-    trees: TreeIndex
-    prompts: PrefillIndex
-
-    def attend(self, q, kv, options=EVERYTHING):
-        """q [B * N + T, HQ, D], kv [2, rows, D] of one layer -> [B * N + T, HQ, D]"""
-        nodes, out = self.trees.num_rows, empty_rows(q.shape[0], q[0].numel(), q.dtype, q.device).view(q.shape)
-        self.trees.attend(q[:nodes], kv, options, out=out[:nodes])
-        self.prompts.attend(q[nodes:], kv, options, out=out[nodes:])
-        return out
+        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, options, out, late).view(q.shape)
 
 
 def build_tree_index(
@@ -159,36 +144,38 @@ def _prefix_kernel(
     WALK: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """base: the first chunk that gets a state; a state's slot counts from it. With WALK it is 0."""
     G: tl.constexpr = HQ // HK
+    CACHE: tl.constexpr = ".cg" if LATE else ""
     # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
     # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
-    await_previous(OVERLAP)
+    if not LATE:
+        await_previous(OVERLAP)
     release_next(OVERLAP)
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, DIM)
     ok = r < R
-    length = tl.load(committed + b).to(tl.int32)
+    length = tl.load(committed + b, cache_modifier=CACHE).to(tl.int32)
     table = block_table + b * table_stride
     tail = length // 64  # the tile of L and those after it are the tail's
     first = 0
     lowest = tl.zeros((ROWS,), tl.int32)
     if WINDOW:
         first = tl.maximum(length - window + 1, 0) // 64
-        node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
+        node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0, cache_modifier=CACHE).to(tl.int32)
         lowest = length + node - window + 1
     first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), base), chunk_at(tail * 64)
     if split <= open_chunk - first_chunk:
         rows = (b * (R // G) + r // G) * HQ + h * G + r % G
-        query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        query = load_rows(q, rows, ok, D, DIM, CACHE)
         if WALK:
             m, l, acc = empty_state(ROWS, DIM)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
             m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
                 query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
-                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
+                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
             )  # fmt: skip
             # The chunk of L is open; if no tile of it is full, the last chunk walked has just ended.
             if starts_chunk(tail * 64):
@@ -205,15 +192,18 @@ def _prefix_kernel(
                 end = tl.minimum(chunk_start(c + 1) // 64, tail)
                 if begin < end:
                     m, l, acc = empty_state(ROWS, DIM)
-                    page = tl.load(table + begin).to(tl.int64)
+                    page = tl.load(table + begin, cache_modifier=CACHE).to(tl.int64)
                     for t in range(begin, end):
                         k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
                         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
-                        page = tl.load(table + t + 1, mask=t + 1 < end, other=0).to(tl.int64)
+                        page = tl.load(table + t + 1, mask=t + 1 < end, other=0, cache_modifier=CACHE).to(tl.int64)
                         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
                         m, l, acc = fold(query, k, v, visible, m, l, acc, scale, squash, WINDOW)
                     at = ((b * HK + h) * C + c - base) * R + r
                     store_state(stats, states, at, ok, m, l, acc, D, DIM)
+    if LATE:  # noqa: SIM102  (known to the compiler)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (split == 0):  # one program waits for all
+            await_previous(OVERLAP)
 
 
 @jit
@@ -333,22 +323,23 @@ def _tail_kernel(
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
-def tree_attention(q, kv, index, options=EVERYTHING, out=None):
+def tree_attention(q, kv, index, options=EVERYTHING, out=None, late=False):
     """Attention of every node over its path; shapes as in the legend above.
 
-    options: AttentionOptions; out: where to write, on a GPU, contiguous. Raises ValueError for unsupported shapes.
+    options: AttentionOptions; out: where to write, on a GPU, contiguous; late: a GPU may run it beside the kernel before, which
+    awaited all that this one needs. Raises ValueError for unsupported shapes.
     """
     check_attention(q, kv, index.num_kv_heads, options)
     if not on_triton(q):
         return tile_attention(q, kv, index.tiles, options).to(q.dtype)
-    return _launch(q, kv, index, options, out)
+    return _launch(q, kv, index, options, out, late)
 
 
 def _launch(
-    q, kv, index, options, out=None,
+    q, kv, index, options, out=None, late=False,
     walks=None, rows=None, num_stages=None, tensor_map=None, overlap=None, tail_rows=None,
 ):  # fmt: skip
-    """Launch the two passes. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
+    """Launch the two passes. Arguments after `late` override the choice made from shapes; every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
     num_rows, fitting = num_nodes * (num_heads // hk), block_rows(dim, q.dtype, q.device)
@@ -360,7 +351,7 @@ def _launch(
     if walks and index.is_chain:
         attend_chain = functools.partial(chain_attention, q, kv, table, committed, hk, options, out)
         if chunks <= FIRST_FAR:
-            return attend_chain()
+            return attend_chain(late=late)
         # Far chunks get programs of their own: walking them, all would wait for the request with the longest context.
         walks, base, slots = False, FIRST_FAR, chunks - FIRST_FAR
         splits = min(slots, max(FAR_PROGRAMS // (blocks * batch), 2))
@@ -378,16 +369,17 @@ def _launch(
     (scale, squash), window = options.factors(dim), options.window
     numbers = dict(scale=scale, squash=squash, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
+    late = late and overlap and tensor_map and not walks
     alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
     stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.window_depths, stats, states, num_rows, slots, splits, base,
-        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
+        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map, LATE=late,
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
     if base:
-        return attend_chain(far=(stats, states))
+        return attend_chain(far=(stats, states), late=overlap)
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.window_depths, index.ancestors, stats, states, options.sinks, out,
         num_nodes, index.ancestors.shape[2], slots,
