@@ -142,7 +142,7 @@ def load_tile(cache, page, h, HK: tl.constexpr, D: tl.constexpr, DIM: tl.constex
 
 
 @jit
-def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr = ""):
+def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr):
     """Keys, values or queries [rows, DIM] of the given rows; zeros where not visible, whatever lies there."""
     d = tl.arange(0, DIM)
     at = cache + rows[:, None] * D + d[None, :]

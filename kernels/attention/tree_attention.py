@@ -219,7 +219,7 @@ def _gather(
     place = tl.where(step < 0, key, length + node)
     page = tl.load(table + place // 64, mask=seen, other=0).to(tl.int64)
     rows = (page * HK + h) * 64 + place % 64
-    return load_rows(k_cache, rows, seen, D, DIM), load_rows(v_cache, rows, seen, D, DIM), seen
+    return load_rows(k_cache, rows, seen, D, DIM, ""), load_rows(v_cache, rows, seen, D, DIM, ""), seen
 
 
 @jit(do_not_specialize=[
