@@ -7,6 +7,7 @@ point to it, and to page 0 of the cache.
 Letters: S seats, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +53,12 @@ class BatchRows:
     repetition_penalty = property(lambda self: self.floats[3])
     presence_penalty = property(lambda self: self.floats[4])
     frequency_penalty = property(lambda self: self.floats[5])
+
+    @functools.cached_property
+    def chain(self):
+        """Positions and cache rows of a chain's nodes, one after the other: those of the places L .. L + N - 1.  two [N, B]"""
+        rows = self.cache_rows.view(len(self.seats), -1).t().contiguous()
+        return self.committed + torch.arange(len(rows), device=rows.device)[:, None], rows
 
     def at_depths(self, depths):
         """The same rows for nodes at depths [B, N]; they were gathered for depth 0."""

@@ -194,6 +194,24 @@ def walk(
     return m, l, acc, chunk_m, chunk_l, chunk_acc
 
 
+@jit
+def fold_chunk(
+    q, k_cache, v_cache, table, h, begin, end, lowest, scale, squash,
+    HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, TENSOR_MAP: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The state of the tiles begin .. end - 1, of one chunk, at least one; the other arguments are those of `walk`."""
+    m, l, acc = empty_state(ROWS, DIM)
+    page = tl.load(table + begin, cache_modifier=CACHE).to(tl.int64)
+    for t in range(begin, end):
+        k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
+        v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
+        page = tl.load(table + t + 1, mask=t + 1 < end, other=0, cache_modifier=CACHE).to(tl.int64)
+        visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
+        m, l, acc = fold(q, k, v, visible, m, l, acc, scale, squash, WINDOW)
+    return m, l, acc
+
+
 def pad_dim(dim):
     """Lanes that hold a head: a power of two, at least what a matrix instruction takes."""
     return max(16, triton.next_power_of_2(dim))

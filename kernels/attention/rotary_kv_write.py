@@ -20,7 +20,10 @@ from ..overlap import await_previous, overlap, release_next
 from ..rms_norm import rms_norm_reference
 from .tree_attention import PAGE
 
-_HEADS = 4  # heads per program
+
+def heads_of_program(rows, has_norms):
+    """(heads, warps) of a program. Of many rows it takes more heads, unless norms sum over them, whose order both decide."""
+    return (4, 1) if has_norms or rows < 128 else (8, 1)
 
 
 def rotary_kv_write_reference(
@@ -200,13 +203,14 @@ def rotary_kv_write(
         raise ValueError(f"layer_kv must be contiguous, got strides {layer_kv.stride()}")
     q = torch.empty(rows, num_heads, dim, dtype=layer_kv.dtype, device=layer_kv.device)
     if rows:
-        groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+        heads, warps = heads_of_program(rows, q_norm is not None or k_norm is not None)
+        groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         cos, sin, positions = (None if x is None else x.contiguous() for x in (cos, sin, positions))
         _rotary_kv_write[(rows, groups)](
             qkv.contiguous(), positions, cos, sin, cache_rows.contiguous(), layer_kv, q, q_norm, k_norm,
             rows, layer_kv.shape[1], eps, q_multiplier,
             qkv.shape[0], num_heads, num_kv_heads, dim, PAGE, 0 if cos is None else cos.shape[1], q_multiplier != 1,
-            _HEADS, triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False, **overlap(layer_kv),
+            heads, triton.next_power_of_2(dim // 2), num_warps=warps, enable_fp_fusion=False, **overlap(layer_kv),
         )  # fmt: skip
     return q
 

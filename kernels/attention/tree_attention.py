@@ -15,11 +15,10 @@ together and leaves one state per chunk. Where the batch is large enough to fill
 them, and leaves two states, closed and open: the same bits, without a state per chunk in memory. The *tail pass* takes one node
 at a time: it goes on from the open chunk's state with the tile that holds L, gathers the node's ancestors by position, and merges.
 Both choose their programs from shapes, never from L. A chain in a large batch needs neither: its keys lie in the order of
-positions, so it is one pass, a prompt's (prefill_attention.py), after one for the far chunks of long contexts. On the CPU:
+positions, so it is one pass, a prompt's (prefill_attention.py), beside one for the far chunks (far_chunks.py). On the CPU:
 tile_attention.py, the same idea with tiles of 16 keys.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +39,9 @@ from .attention_fold import (
     empty_state,
     finish,
     fold,
+    fold_chunk,
     load_rows,
     load_state,
-    load_tile,
     merge,
     num_chunks,
     pad_dim,
@@ -51,12 +50,12 @@ from .attention_fold import (
     tile_sources,
     walk,
 )
+from .far_chunks import far_states
 from .prefill_attention import chain_attention
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
 WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
-FAR_PROGRAMS = 1024  # for the chunks of long contexts, where the batch fills the card
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def tree_attention_reference(q, k, v, mask, scale=None):
     return torch.einsum("bhns,bshd->bnhd", scores.softmax(-1), v)
 
 
-@jit(do_not_specialize=["R", "C", "splits", "base", "table_stride", "depth_stride", "window"])
+@jit(do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"])
 def _prefix_kernel(
     q,
     k_cache,
@@ -129,7 +128,6 @@ def _prefix_kernel(
     R,
     C,
     splits,
-    base,
     table_stride,
     depth_stride,
     scale,
@@ -146,7 +144,7 @@ def _prefix_kernel(
     OVERLAP: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    """base: the first chunk that gets a state; a state's slot counts from it. With WALK it is 0."""
+    """With WALK two states of all chunks, closed and open, else one state of each."""
     G: tl.constexpr = HQ // HK
     CACHE: tl.constexpr = ".cg" if LATE else ""
     # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
@@ -166,7 +164,7 @@ def _prefix_kernel(
         first = tl.maximum(length - window + 1, 0) // 64
         node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0, cache_modifier=CACHE).to(tl.int32)
         lowest = length + node - window + 1
-    first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), base), chunk_at(tail * 64)
+    first_chunk, open_chunk = chunk_at(first * 64), chunk_at(tail * 64)
     if split <= open_chunk - first_chunk:
         rows = (b * (R // G) + r // G) * HQ + h * G + r % G
         query = load_rows(q, rows, ok, D, DIM, CACHE)
@@ -191,15 +189,11 @@ def _prefix_kernel(
                 begin = tl.maximum(chunk_start(c) // 64, first)
                 end = tl.minimum(chunk_start(c + 1) // 64, tail)
                 if begin < end:
-                    m, l, acc = empty_state(ROWS, DIM)
-                    page = tl.load(table + begin, cache_modifier=CACHE).to(tl.int64)
-                    for t in range(begin, end):
-                        k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
-                        v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
-                        page = tl.load(table + t + 1, mask=t + 1 < end, other=0, cache_modifier=CACHE).to(tl.int64)
-                        visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
-                        m, l, acc = fold(query, k, v, visible, m, l, acc, scale, squash, WINDOW)
-                    at = ((b * HK + h) * C + c - base) * R + r
+                    m, l, acc = fold_chunk(
+                        query, k_cache, v_cache, table, h, begin, end, lowest, scale, squash,
+                        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
+                    )  # fmt: skip
+                    at = ((b * HK + h) * C + c) * R + r
                     store_state(stats, states, at, ok, m, l, acc, D, DIM)
     if LATE:  # noqa: SIM102  (known to the compiler)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (split == 0):  # one program waits for all
@@ -349,15 +343,12 @@ def _launch(
     overlap = can_overlap(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     if walks and index.is_chain:
-        attend_chain = functools.partial(chain_attention, q, kv, table, committed, hk, options, out)
-        if chunks <= FIRST_FAR:
-            return attend_chain(late=late)
-        # Far chunks get programs of their own: walking them, all would wait for the request with the longest context.
-        walks, base, slots = False, FIRST_FAR, chunks - FIRST_FAR
-        splits = min(slots, max(FAR_PROGRAMS // (blocks * batch), 2))
-    else:
-        base, slots = 0, 2 if walks else chunks
-        splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
+        far = None
+        if chunks > FIRST_FAR:  # beside them the near ones are walked
+            far, late = far_states(q, kv, table, committed, hk, options, late), True
+        return chain_attention(q, kv, table, committed, hk, options, out, far, late)
+    slots = 2 if walks else chunks
+    splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
     states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
     q = q.contiguous()
@@ -374,12 +365,10 @@ def _launch(
     stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
-        q, keys, values, table, committed, index.window_depths, stats, states, num_rows, slots, splits, base,
+        q, keys, values, table, committed, index.window_depths, stats, states, num_rows, slots, splits,
         table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map, LATE=late,
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
-    if base:
-        return attend_chain(far=(stats, states), late=overlap)
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.window_depths, index.ancestors, stats, states, options.sinks, out,
         num_nodes, index.ancestors.shape[2], slots,

@@ -18,10 +18,11 @@ class DraftModelDrafter(OwnCacheDrafter):
         self.kv_shape, self.state_shape = decoder.kv_shape, (decoder.hidden_size, decoder.dtype)
 
     def run(self, forward_pass, source, from_target):
-        return self.decoder.forward(forward_pass, self.kv)[0]
+        hidden = self.decoder.forward(forward_pass, self.kv)[0]
+        return hidden, hidden
 
-    def logits(self, state):
-        return self.decoder.logits(state)
+    def logits(self, normed):
+        return self.decoder.logits(normed)
 
     def prompt_rows(self, chunk):
         return chunk.count, chunk.request.known_token_ids[chunk.start : chunk.start + chunk.count]

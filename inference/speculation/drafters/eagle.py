@@ -42,11 +42,15 @@ class EagleDrafter(OwnCacheDrafter):
             ),
             eps=config.rms_norm_eps,
         )
-        # Only what the sum reads is kept.
-        self.last_add = Norm(torch.ones(config.hidden_size, dtype=self.dtype, device=device), config.rms_norm_eps)
+        self.last_norm = self._last_norm(head)
 
     def _layer_of(self, head):
         return head.layers[0]
+
+    def _last_norm(self, head):
+        """The norm after the layer: of ones, for EAGLE reads the sum alone."""
+        ones = torch.ones(head.config.hidden_size, dtype=self.dtype, device=head.fc.weight.device)
+        return Norm(ones, head.config.rms_norm_eps)
 
     def embedded(self, tokens):
         """[M] -> [M, H]"""
@@ -55,15 +59,16 @@ class EagleDrafter(OwnCacheDrafter):
     def run(self, forward_pass, source, from_target):
         pair = torch.cat((self.embedded(forward_pass.tokens), source.to(self.dtype)), 1)  # [M, 2 H]
         x = linear(pair, self.head.fc.weight, self.head.fc.bias)
-        return self.finish(x, x, forward_pass)
+        _, state = self.finish(x, x, forward_pass)
+        return state, state
 
     def finish(self, x, residual, forward_pass):
-        """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  state [M, H]"""
+        """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  normed, state [M, H]"""
         parts, residual = self.layer(x, residual, forward_pass, self.kv[0])
-        return self.last_add(residual, parts)[1]
+        return self.last_norm(residual, parts)
 
-    def logits(self, state):
-        return self.decoder.logits(state.to(self.decoder.dtype))
+    def logits(self, normed):
+        return self.decoder.logits(normed.to(self.decoder.dtype))
 
     def prompt_rows(self, chunk):
         # The last row reads the token that is drawn next: `advance` computes it.

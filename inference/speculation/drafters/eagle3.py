@@ -5,11 +5,10 @@ The head's maths: heads/eagle3.py; here it runs on the engine's kernels.
 Letters: M rows, H hidden size of the head, V the target's vocabulary, VD the draft's.
 """
 
-import torch
-
 from ....kernels.linear.linear import linear
-from ....kernels.rms_norm import rms_norm
-from ...models.blocks import widened
+from ....kernels.speculation.draft_logits import places_of, whole_logits
+from ....kernels.speculation.normed_pair import normed_pair
+from ...models.blocks import Norm, widened
 from .eagle import EagleDrafter
 from .lm_heads import WholeLMHead
 
@@ -23,8 +22,8 @@ class Eagle3Drafter(EagleDrafter):
     def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
         super().__init__(head, decoder, num_speculative_tokens, sampling)
         self.streams = head.features
-        self.draft_token_ids = head.draft_token_ids  # [VD] or None
-        self.vocab_size = head.config.vocab_size
+        ids = head.draft_token_ids
+        self.places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
         self.lm_head = WholeLMHead(head.lm_head.weight)
 
     def place_lm_heads(self, lm_heads):
@@ -33,25 +32,24 @@ class Eagle3Drafter(EagleDrafter):
     def _layer_of(self, head):
         return head.midlayer
 
+    def _last_norm(self, head):
+        return Norm(head.norm.weight, head.norm.eps)
+
     def run(self, forward_pass, source, from_target):
         layer = self.head.midlayer
         state = linear(source.to(self.dtype), self.head.fc.weight) if from_target else source
-        normed = _norm(layer.hidden_norm, state)
-        embedded = _norm(layer.input_layernorm, self.embedded(forward_pass.tokens))
-        residual = normed if layer.norm_before_residual else state
-        return self.finish(torch.cat((embedded, normed), 1), residual, forward_pass)
+        own, other = layer.input_layernorm, layer.hidden_norm
+        table = self.head.embed_tokens.weight
+        pair, normed = normed_pair(forward_pass.tokens, table, own.weight, state, other.weight, own.eps, other.eps)
+        normed, state = self.finish(pair, normed if layer.norm_before_residual else state, forward_pass)
+        return state, normed
 
-    def logits(self, state):
-        logits = widened(self.lm_head.product(_norm(self.head.norm, state)))
-        if self.draft_token_ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.draft_token_ids, logits)
+    def normed(self, state):
+        return self.last_norm(state)[0]
 
-
-def _norm(module, x):
-    """A norm of the head on the engine's kernel.  [M, H] -> [M, H]"""
-    return rms_norm(x, module.weight, module.eps)
+    def logits(self, normed):
+        logits = widened(self.lm_head.product(normed))
+        return logits if self.places is None else whole_logits(logits, self.places)
 
 
 DRAFTER = Eagle3Drafter

@@ -27,20 +27,27 @@ class OwnCacheDrafter(SequentialDrafter):
         self.kv = kv
 
     def run(self, forward_pass, source, from_target):
-        """The pass over M rows; writes keys and values.  source: features [M, F] of the target, or states [M, S]  ->  [M, S]"""
+        """The pass over M rows; writes keys and values.  source: features [M, F] of the target, or states [M, S]
+
+        ->  states [M, S], and `normed` of them
+        """
         raise NotImplementedError
 
-    def logits(self, state):
+    def normed(self, state):
+        """What `logits` reads of states.  [M, S] -> [M, S]"""
+        return state
+
+    def logits(self, normed):
         """[M, S] -> [M, V]"""
         raise NotImplementedError
 
     def start(self, batch):
-        return self.logits(batch.feature)[None], batch.feature[:, None]
+        return self.logits(self.normed(batch.feature))[None], batch.feature[:, None]
 
     def expand(self, batch, level, tokens, state):
         shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors, is_chain=level.is_chain)
-        state = self._run_tree(batch, tokens, state, from_target=False, **shape)
-        by_node = state.transpose(0, 1)  # [n, B, S]
+        state, normed = self._run_tree(batch, tokens, state, from_target=False, **shape)
+        by_node = normed.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
     def advance(self, batch, feature, emitted, path, num_accepted):
@@ -50,20 +57,23 @@ class OwnCacheDrafter(SequentialDrafter):
         depths = torch.arange(length, device=device)
         shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
         # Rows after the newest token lie after the committed ones: they are overwritten before they are read.
-        state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, is_chain=True, **shape)
+        state, _ = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, is_chain=True, **shape)
         return state[requests, num_accepted]
 
     def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors, is_chain=False):
         """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
 
         tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them; is_chain: the rows, and those written
-        before them, are a chain  ->  [B, n, S]
+        before them, are a chain  ->  two [B, n, S], see `run`
         """
         heads, dtype = self.kv_shape[1], self.kv_shape[3]
         below = batch.committed + self.shift if self.shift else batch.committed  # [B]
         first += self.shift
-        places = batch.places(first, first + tokens.shape[1])  # [B, n]
-        positions = below[:, None] + depths  # [B, n]
+        if is_chain and not from_target and first * len(tokens) < len(batch.cache_rows):
+            positions, places = (x[first][:, None] for x in batch.chain)
+        else:
+            places = batch.places(first, first + tokens.shape[1])  # [B, n]
+            positions = below[:, None] + depths  # [B, n]
         if is_chain:  # the rows written before these are as good as committed
             ancestors = ancestors[:, : tokens.shape[1]]
             below, depths = positions[:, 0].contiguous(), ancestors[0]
@@ -72,7 +82,8 @@ class OwnCacheDrafter(SequentialDrafter):
         forward_pass = ForwardPass(
             tokens=tokens.flatten(), positions=positions.flatten(), cache_rows=places.flatten(), attention=index
         )
-        return self.run(forward_pass, source.flatten(0, 1), from_target).view(*tokens.shape, -1)
+        found = self.run(forward_pass, source.flatten(0, 1), from_target)
+        return [x.view(*tokens.shape, -1) for x in found]
 
     def fill(self, forward_pass, feature):
         self.run(forward_pass, feature, from_target=True)

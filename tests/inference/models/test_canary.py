@@ -229,7 +229,7 @@ def test_it_passes_on_the_kernels(on_kernels):
     [
         ("seen = (key <= position) &", "seen = (key <= position + 1) &", "in a tree after"),
         ("        if starts_chunk(begin):", "        if starts_chunk(begin) & (n < 4):", "in a tree after"),
-        ("chain_attention, q, kv, table, committed, ", "chain_attention, q, kv, table, committed - 1, ", "chains"),
+        ("chain_attention(q, kv, table, committed, ", "chain_attention(q, kv, table, committed - 1, ", "chains"),
     ],
     ids=["a tail key too many", "chunks not closed in the tail", "chains begin a key too early"],
 )

@@ -340,11 +340,11 @@ def test_far_chunks_of_a_chain_in_the_interpreter(window):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fault", ["none", "a key too many", "a key too few", "far chunks in another order"])
 def test_the_check_of_chains_fails_on_faults(fault, monkeypatch):
-    def faulty(q, kv, table, starts, *rest, far, late):
+    def faulty(q, kv, table, starts, hk, options, out, far, late):
         if fault == "far chunks in another order":
             far = [states.flip(2) for states in far]
         starts = starts + {"a key too many": 1, "a key too few": -1}.get(fault, 0)
-        return chain_attention(q, kv, table, starts, *rest, far=far, late=late)
+        return chain_attention(q, kv, table, starts, hk, options, out, far, late)
 
     monkeypatch.setattr(attention_module, "chain_attention", faulty)
     kv = draw_cache(2 * 45 + 1, 1, 16, torch.float32, "cpu")
