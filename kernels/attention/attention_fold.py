@@ -150,11 +150,18 @@ def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr, CACHE: t
 
 
 @jit
+def page_at(table, tile, end):
+    """Number of a tile's page; 0 from tile `end` on. Past the L1: a kernel may ask before it awaits the one before (overlap.py)."""
+    return tl.load(table + tile, mask=tile < end, other=0, cache_modifier=".cg").to(tl.int64)
+
+
+@jit
 def walk(
     q,
     k_cache,
     v_cache,
     table,
+    page,
     h,
     first,
     last,
@@ -173,22 +180,20 @@ def walk(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Add the tiles first .. last - 1. Rows see all of their keys, except those below the window's lower edge `lowest` [ROWS].
 
     Takes and returns two states: the closed chunks' (m, l, acc) and the open chunk's. A chunk is closed when the next one begins.
-    CACHE: how page numbers are loaded (a cache_modifier).
+    page: number of the first tile's page (`page_at`).
     """
     # The next page number is read one step ahead: read in the step itself, it would take a stage of the loads' pipeline.
-    page = tl.load(table + first, mask=first < last, other=0, cache_modifier=CACHE).to(tl.int64)
     for t in range(first, last):
         if starts_chunk(t * 64):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
-        page = tl.load(table + t + 1, mask=t + 1 < last, other=0, cache_modifier=CACHE).to(tl.int64)
+        page = page_at(table, t + 1, last)
         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
         chunk_m, chunk_l, chunk_acc = fold(q, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, squash, WINDOW)
     return m, l, acc, chunk_m, chunk_l, chunk_acc
@@ -196,17 +201,15 @@ def walk(
 
 @jit
 def fold_chunk(
-    q, k_cache, v_cache, table, h, begin, end, lowest, scale, squash,
-    HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, TENSOR_MAP: tl.constexpr, CACHE: tl.constexpr,
+    q, k_cache, v_cache, table, page, h, begin, end, lowest, scale, squash,
+    HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, TENSOR_MAP: tl.constexpr,
 ):  # fmt: skip
     """The state of the tiles begin .. end - 1, of one chunk, at least one; the other arguments are those of `walk`."""
     m, l, acc = empty_state(ROWS, DIM)
-    page = tl.load(table + begin, cache_modifier=CACHE).to(tl.int64)
     for t in range(begin, end):
         k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
-        page = tl.load(table + t + 1, mask=t + 1 < end, other=0, cache_modifier=CACHE).to(tl.int64)
+        page = page_at(table, t + 1, end)
         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
         m, l, acc = fold(q, k, v, visible, m, l, acc, scale, squash, WINDOW)
     return m, l, acc

@@ -25,6 +25,7 @@ from .attention_fold import (
     load_rows,
     num_chunks,
     pad_dim,
+    page_at,
     store_state,
     tile_sources,
 )
@@ -75,9 +76,10 @@ def _far_kernel(
             ok = r < R
             lowest = length + r // G - window + 1
             query = load_rows(q, (b * (R // G) + r // G) * HQ + h * G + r % G, ok, D, DIM, CACHE)
+            table = block_table + b * table_stride
             m, l, acc = fold_chunk(
-                query, k_cache, v_cache, block_table + b * table_stride, h, begin, end, lowest, scale, squash,
-                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
+                query, k_cache, v_cache, table, page_at(table, begin, end), h, begin, end, lowest, scale, squash,
+                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
             )  # fmt: skip
             store_state(stats, states, ((b * HK + h) * C + c - FAR_CHUNK) * R + r, ok, m, l, acc, D, DIM)
     if LATE:  # noqa: SIM102  (known to the compiler)

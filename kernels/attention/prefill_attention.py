@@ -37,6 +37,7 @@ from .attention_fold import (
     load_state,
     merge,
     pad_dim,
+    page_at,
     starts_chunk,
     tile_sources,
     walk,
@@ -45,7 +46,10 @@ from .attention_fold import (
 
 @dataclass(frozen=True)
 class PrefillIndex:
-    """Where the rows of one prefill pass stand. Made once per pass, used by every layer."""
+    """Where the rows of one prefill pass stand. Made once per pass, used by every layer.
+
+    On a GPU its tensors must be there before the kernel before the one that writes the keys (overlap.py).
+    """
 
     block_table: torch.Tensor  # [R, P] page numbers
     starts: torch.Tensor  # [R] position of each chunk's first token
@@ -140,12 +144,10 @@ def _prefill_kernel(
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = ROWS // G
     CACHE: tl.constexpr = ".cg" if LATE else ""
-    if not LATE:
-        await_previous(OVERLAP)
-    release_next(OVERLAP)
     h, block = tl.program_id(0), tl.program_id(1)
     is_first = (h == 0) & (block == 0)
-    # The request of this block, its first token, and the block's number in it: the longest rows first.
+    # The request of this block, its first token, and the block's number in it: the longest rows first. Lengths and pages are older
+    # than the kernel before: they are read while it runs.
     if NODES > 0:
         BLOCKS: tl.constexpr = (NODES + TOKENS - 1) // TOKENS
         request = block // BLOCKS
@@ -155,7 +157,7 @@ def _prefill_kernel(
         spare = block < 0
     else:
         i = tl.arange(0, REQUESTS)
-        count = tl.load(counts + i, mask=i < R, other=0, cache_modifier=CACHE).to(tl.int32)
+        count = tl.load(counts + i, mask=i < R, other=0, cache_modifier=".cg").to(tl.int32)
         blocks = (count + TOKENS - 1) // TOKENS
         ends = tl.cumsum(blocks, 0)
         # A graph has programs for the most blocks that its rows could make. Those to spare take the rows after the last chunk.
@@ -164,14 +166,13 @@ def _prefill_kernel(
         packed = tl.sum(tl.where(spare | (i < request), count, 0), 0)
         count = tl.where(spare, T - packed, tl.sum(tl.where(i == request, count, 0), 0))
         block = tl.where(spare, block - tl.sum(blocks), tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block)
-    start = tl.load(starts + request, cache_modifier=CACHE).to(tl.int32)
+    start = tl.load(starts + request, cache_modifier=".cg").to(tl.int32)
     table = block_table + request.to(tl.int64) * table_stride
 
     r, x = tl.arange(0, ROWS), tl.arange(0, 64)
     token = block * TOKENS + r // G
     ok = (r < TOKENS * G) & (token < count)
     rows = (packed + token).to(tl.int64) * HQ + h * G + r % G
-    query = load_rows(q, rows, ok, D, DIM, CACHE)
     position = start + token
     lowest = position - window + 1
     low = start + block * TOKENS  # positions of the block's first and last token
@@ -184,11 +185,16 @@ def _prefill_kernel(
     if stats is not None:
         whole = tl.minimum(whole, FAR_TILE)
     begin = tl.maximum(whole, first)
+    page = page_at(table, first, whole)
+    if not LATE:
+        await_previous(OVERLAP)
+    release_next(OVERLAP)
+    query = load_rows(q, rows, ok, D, DIM, CACHE)
     m, l, acc = empty_state(ROWS, DIM)
     chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
     m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
-        query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
-        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
+        query, k_map, v_map, table, page, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
+        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
     )  # fmt: skip
     if stats is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
         if start // 64 > FAR_TILE:
@@ -211,7 +217,7 @@ def _prefill_kernel(
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         key = t * 64 + x
-        page = tl.load(table + t, cache_modifier=CACHE).to(tl.int64)
+        page = page_at(table, t, end)
         at = (page * HK + h) * 64 + x
         k = load_rows(k_cache, at, key <= high, D, DIM, CACHE)
         v = load_rows(v_cache, at, key <= high, D, DIM, CACHE)

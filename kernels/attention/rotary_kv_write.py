@@ -23,7 +23,7 @@ from .tree_attention import PAGE
 
 def heads_of_program(rows, has_norms):
     """(heads, warps) of a program. Of many rows it takes more heads, unless norms sum over them, whose order both decide."""
-    return (4, 1) if has_norms or rows < 128 else (8, 1)
+    return (4, 1) if has_norms or rows < 128 else (8, 1) if rows < 512 else (16, 4)
 
 
 def rotary_kv_write_reference(
@@ -107,8 +107,9 @@ def _rotary_kv_write(
     SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one kind (q, then k, then v) of one row. ANGLES: columns of cos and sin; SCALED: q_multiplier is not 1"""
-    await_previous(OVERLAP)
+    # Attention may start at once: before it awaits this kernel it reads nothing that the product before this one made.
     release_next(OVERLAP)
+    await_previous(OVERLAP)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_groups: tl.constexpr = (HQ + HEADS - 1) // HEADS
     k_groups: tl.constexpr = (HK + HEADS - 1) // HEADS

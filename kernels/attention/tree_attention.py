@@ -45,6 +45,7 @@ from .attention_fold import (
     merge,
     num_chunks,
     pad_dim,
+    page_at,
     starts_chunk,
     store_state,
     tile_sources,
@@ -60,7 +61,10 @@ WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the car
 
 @dataclass(frozen=True)
 class TreeIndex:
-    """Where the keys of every node lie. Made once per forward pass, used by every layer."""
+    """Where the keys of every node lie. Made once per forward pass, used by every layer.
+
+    On a GPU its tensors must be there before the kernel before the one that writes the keys (overlap.py).
+    """
 
     block_table: torch.Tensor  # [B, P] page numbers
     committed: torch.Tensor  # [B] = L
@@ -147,24 +151,30 @@ def _prefix_kernel(
     """With WALK two states of all chunks, closed and open, else one state of each."""
     G: tl.constexpr = HQ // HK
     CACHE: tl.constexpr = ".cg" if LATE else ""
-    # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
-    # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
-    if not LATE:
-        await_previous(OVERLAP)
-    release_next(OVERLAP)
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
     ok = r < R
-    length = tl.load(committed + b, cache_modifier=CACHE).to(tl.int32)
+    # Lengths and pages are older than the kernel before: they are read while it runs.
+    length = tl.load(committed + b, cache_modifier=".cg").to(tl.int32)
     table = block_table + b * table_stride
     tail = length // 64  # the tile of L and those after it are the tail's
     first = 0
     lowest = tl.zeros((ROWS,), tl.int32)
     if WINDOW:
         first = tl.maximum(length - window + 1, 0) // 64
-        node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0, cache_modifier=CACHE).to(tl.int32)
+        node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
         lowest = length + node - window + 1
     first_chunk, open_chunk = chunk_at(first * 64), chunk_at(tail * 64)
+    c = open_chunk - split  # the last chunks, which are the longest, come first
+    begin, end = tl.maximum(chunk_start(c) // 64, first), tl.minimum(chunk_start(c + 1) // 64, tail)
+    if WALK:
+        begin, end = first, tail
+    page = page_at(table, begin, tl.where(c < first_chunk, 0, end))
+    # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
+    # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
+    if not LATE:
+        await_previous(OVERLAP)
+    release_next(OVERLAP)
     if split <= open_chunk - first_chunk:
         rows = (b * (R // G) + r // G) * HQ + h * G + r % G
         query = load_rows(q, rows, ok, D, DIM, CACHE)
@@ -172,8 +182,8 @@ def _prefix_kernel(
             m, l, acc = empty_state(ROWS, DIM)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
             m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
-                query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
-                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
+                query, k_cache, v_cache, table, page, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc,
+                scale, squash, HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
             )  # fmt: skip
             # The chunk of L is open; if no tile of it is full, the last chunk walked has just ended.
             if starts_chunk(tail * 64):
@@ -183,18 +193,17 @@ def _prefix_kernel(
             store_state(stats, states, at, ok, m, l, acc, D, DIM)
             store_state(stats, states, at + R, ok, chunk_m, chunk_l, chunk_acc, D, DIM)
         else:
-            # The last chunks, which are the longest, come first.
-            for i in range(split, open_chunk - first_chunk + 1, splits):
-                c = open_chunk - i
-                begin = tl.maximum(chunk_start(c) // 64, first)
-                end = tl.minimum(chunk_start(c + 1) // 64, tail)
+            while c >= first_chunk:
                 if begin < end:
                     m, l, acc = fold_chunk(
-                        query, k_cache, v_cache, table, h, begin, end, lowest, scale, squash,
-                        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP, CACHE,
+                        query, k_cache, v_cache, table, page, h, begin, end, lowest, scale, squash,
+                        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
                     )  # fmt: skip
                     at = ((b * HK + h) * C + c) * R + r
                     store_state(stats, states, at, ok, m, l, acc, D, DIM)
+                c -= splits
+                begin, end = tl.maximum(chunk_start(c) // 64, first), tl.minimum(chunk_start(c + 1) // 64, tail)
+                page = page_at(table, begin, tl.where(c < first_chunk, 0, end))
     if LATE:  # noqa: SIM102  (known to the compiler)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (split == 0):  # one program waits for all
             await_previous(OVERLAP)
