@@ -1,4 +1,4 @@
-"""Trees and prompts in one pass: the bits of two passes, also where they run side by side between a kernel before and one after."""
+"""Trees and prompts in one pass: the bits of two passes, in CUDA graphs between a kernel before and one after."""
 
 import pytest
 import torch
@@ -65,10 +65,7 @@ CASES = {
 @pytest.mark.parametrize("what", [None, 300, "all"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_graph_gives_the_bits_of_two_passes(case, what):
-    """Rotation, attention and a product, twice, replayed with other rows: nobody reads too early, or what lay there before.
-
-    The last chunk's context is long: whoever does not wait for it reads the rows of the replay before.
-    """
+    """Rotation, attention and a product, twice, replayed with other rows. The last chunk takes longer than all trees."""
     case, size, hq, hk, dim = CASES[case], 192, 32, 8, 128
     chunks = [(30, 50), (20000, 100)]
     index, table, kv = make("cuda", torch.bfloat16, hk, dim, chunks=chunks, size=size, **case)

@@ -5,15 +5,16 @@ import itertools
 import pytest
 import torch
 
+from headstart.kernels.attention import prefill_attention
 from headstart.kernels.attention.attention_fold import AttentionOptions
 from headstart.kernels.attention.prefill_attention import (
-    PrefillIndex,
     _launch,
     build_prefill_index,
     prefill_attention_reference,
 )
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.tests.kernels.attention.options import given
+from headstart.tests.kernels.mutants import mutated
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -137,33 +138,53 @@ def test_bits_are_those_of_decoding_one_by_one(hq, hk, dim, dtype, window):
         assert torch.equal(_launch(q, kv, index, given(window, q), **choice), whole), choice
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_rows_of_a_fixed_number_take_any_chunks(kernel_device, window):
+def check_fixed_number(module, device, window):
     """A graph's index: counts that fill the rows or not, chunks without a token; rows of no chunk are zero, not what lay there."""
-    hq, hk, dim, num_rows = 4, 2, 16, 90
-    dtype = torch.float32 if kernel_device == "cpu" else torch.bfloat16
-    table, num_pages = draw_table([300, 200, 100, 64], kernel_device)
-    kv = draw_cache(num_pages, hk, dim, dtype, kernel_device)
-    q = torch.randn(num_rows, hq, dim, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
-    for starts, counts in (
-        ([200, 3, 0, 0], [50, 40, 0, 0]),
-        ([90, 0, 7, 0], [1, 64, 13, 2]),
-        ([0] * 4, [90, 0, 0, 0]),
-        ([0] * 4, [0] * 4),
+    hq, hk, dim = 4, 2, 16
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    table, num_pages = draw_table([300, 200, 100, 64], device)
+    kv = draw_cache(num_pages, hk, dim, dtype, device)
+    for num_rows, starts, counts in (
+        (90, [200, 3, 0, 0], [50, 40, 0, 0]),
+        (90, [90, 0, 7, 0], [1, 64, 13, 2]),
+        (90, [0] * 4, [90, 0, 0, 0]),
+        (90, [0] * 4, [0] * 4),
+        (63, [0], [33]),
     ):
-        used = sum(counts)
-        on_device = (torch.tensor(x, device=kernel_device) for x in (starts, counts))
+        q = torch.randn(num_rows, hq, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        used, requests = sum(counts), len(counts)
+        on_device = (torch.tensor(x, device=device) for x in (starts, counts))
         out = torch.full_like(q, float("nan"))
-        found = PrefillIndex(table, *on_device, None, hk, num_rows).attend(q, kv, given(window, q), out=out)
+        index = module.PrefillIndex(table[:requests], *on_device, None, hk, num_rows)
+        found = index.attend(q, kv, given(window, q), out=out)
         assert found is out
         assert (found[used:] == 0).all()
-        real = [i for i in range(4) if counts[i]]
+        real = [i for i in range(requests) if counts[i]]
         if real:
             chunks = [starts[i] for i in real], [counts[i] for i in real]
-            expected = build_prefill_index(table[real], *chunks, hk, kernel_device).attend(
-                q[:used], kv, given(window, q)
-            )
+            expected = build_prefill_index(table[real], *chunks, hk, device).attend(q[:used], kv, given(window, q))
             assert torch.equal(found[:used], expected)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_of_a_fixed_number_take_any_chunks(kernel_device, window):
+    check_fixed_number(prefill_attention, kernel_device, window)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("T - packed,", "T - packed - 1,"),
+        ("triton.cdiv(self.num_rows, tokens)", "self.num_rows // tokens"),
+        ("spare | (i < request)", "i < request"),
+        ("tl.where(spare, 0.0, result)", "result"),
+    ],
+    ids=["a row left", "a program too few", "rows of a chunk too", "what nothing gives"],
+)
+def test_the_check_of_rows_fails_on_faults(before, after, tmp_path):
+    with pytest.raises(AssertionError):
+        check_fixed_number(mutated(prefill_attention, before, after, tmp_path), "cpu", None)
 
 
 @pytest.mark.gpu
