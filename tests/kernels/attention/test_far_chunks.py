@@ -57,9 +57,9 @@ def test_states(kernel_device, window):
     [
         ("chunk_at(tails * 64) - first_chunks + 1, 0)", "chunk_at(tails * 64) - first_chunks, 0)"),
         ("tl.minimum(chunk_start(c + 1) // 64, tail)", "tl.minimum(chunk_start(c + 1) // 64, tail + 1)"),
-        ("(ends <= place)", "(ends < place)"),
+        ("c = open_chunk - (place", "c = open_chunk - 0 * (place"),
     ],
-    ids=["the last chunk left out", "the tile of L too", "another request's chunk"],
+    ids=["the last chunk left out", "the tile of L too", "the open chunk for all"],
 )
 def test_the_check_fails_on_faults(before, after, tmp_path):
     mutant = mutated(far_chunks, before, after, tmp_path)
