@@ -24,6 +24,7 @@ from headstart.evaluation.results import Report, command_line, plain
 from headstart.inference.models.decoder import Decoder, ForwardPass
 from headstart.inference.models.shapes import SHAPES
 from headstart.kernels.attention.attention_fold import PAGE
+from headstart.kernels.attention.mixed_attention import MixedIndex
 from headstart.kernels.attention.prefill_attention import PrefillIndex
 from headstart.kernels.attention.tree_attention import TreeIndex
 
@@ -60,7 +61,7 @@ def integers(*shape):
 
 
 def indices(rows, context, num_kv_heads):
-    """The ways in which so many rows can attend, by name: one tree, trees and chains of a batch, one prompt, prompts."""
+    """The ways in which so many rows can attend, by name: one tree, trees and chains of a batch, prompts, and both."""
 
     def trees(batch, nodes, is_chain):
         table = integers(batch, context // PAGE)
@@ -75,6 +76,10 @@ def indices(rows, context, num_kv_heads):
 
     if rows <= 1024:
         yield "chains of 1", trees(rows, 1, True)
+    if 128 < rows <= 1024:
+        table, known = integers(16, context // PAGE), rows // 2
+        beside = PrefillIndex(table, integers(16), integers(16), None, num_kv_heads, known)
+        yield "chains beside prompts", MixedIndex(trees(rows - known, 1, True), beside)
     if rows <= 128:
         yield "a tree", trees(1, rows, False)
         yield "a chain", trees(1, rows, True)

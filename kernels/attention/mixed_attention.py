@@ -18,7 +18,8 @@ class MixedIndex:
     def attend(self, q, kv, options=EVERYTHING):
         """q [B * N + T, HQ, D], kv [2, rows, D] of one layer -> [B * N + T, HQ, D]
 
-        Few programs of prompts walk long contexts, many of trees read much memory: so they run side by side, the few first.
+        Few programs of prompts walk long contexts, many of chains read much memory. So chains that fill the card run beside the
+        prompts, which come first; other trees run after them.
         """
         nodes, out = self.trees.num_rows, empty_rows(q.shape[0], q[0].numel(), q.dtype, q.device).view(q.shape)
         self.prompts.attend(q[nodes:], kv, options, out=out[nodes:])

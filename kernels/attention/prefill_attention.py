@@ -48,7 +48,7 @@ from .attention_fold import (
 class PrefillIndex:
     """Where the rows of one prefill pass stand. Made once per pass, used by every layer.
 
-    On a GPU its tensors must be there before the kernel before the one that writes the keys (overlap.py).
+    On a GPU its tensors must be written two launches or more before the keys are (overlap.py).
     """
 
     block_table: torch.Tensor  # [R, P] page numbers
@@ -160,7 +160,8 @@ def _prefill_kernel(
         count = tl.load(counts + i, mask=i < R, other=0, cache_modifier=".cg").to(tl.int32)
         blocks = (count + TOKENS - 1) // TOKENS
         ends = tl.cumsum(blocks, 0)
-        # A graph has programs for the most blocks that its rows could make. Those to spare take the rows after the last chunk.
+        # A graph has programs for the most blocks that its rows could make. Those to spare write zeros to the rows after the last
+        # chunk: they go through the layers like others, and what they leave in page 0 must be finite.
         spare = block >= tl.sum(blocks)
         request = tl.minimum(tl.sum((ends <= block).to(tl.int32), 0), R - 1)
         packed = tl.sum(tl.where(spare | (i < request), count, 0), 0)

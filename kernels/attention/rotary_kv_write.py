@@ -22,7 +22,7 @@ from .tree_attention import PAGE
 
 
 def heads_of_program(rows, has_norms):
-    """(heads, warps) of a program. Of many rows it takes more heads, unless norms sum over them, whose order both decide."""
+    """(heads, warps) of a program: more for many rows. With norms always the same, since they order the norms' sums."""
     return (4, 1) if has_norms or rows < 128 else (8, 1) if rows < 512 else (16, 4)
 
 
@@ -107,7 +107,7 @@ def _rotary_kv_write(
     SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one kind (q, then k, then v) of one row. ANGLES: columns of cos and sin; SCALED: q_multiplier is not 1"""
-    # Attention may start at once: before it awaits this kernel it reads nothing that the product before this one made.
+    # Before the wait, unlike elsewhere (overlap.py): attention may start at once, and reads lengths and pages.
     release_next(OVERLAP)
     await_previous(OVERLAP)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -63,7 +63,7 @@ WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the car
 class TreeIndex:
     """Where the keys of every node lie. Made once per forward pass, used by every layer.
 
-    On a GPU its tensors must be there before the kernel before the one that writes the keys (overlap.py).
+    On a GPU its tensors must be written two launches or more before the keys are (overlap.py).
     """
 
     block_table: torch.Tensor  # [B, P] page numbers
@@ -119,7 +119,10 @@ def tree_attention_reference(q, k, v, mask, scale=None):
     return torch.einsum("bhns,bshd->bnhd", scores.softmax(-1), v)
 
 
-@jit(do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"])
+@jit(
+    do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"],
+    do_not_specialize_on_alignment=["committed"],
+)
 def _prefix_kernel(
     q,
     k_cache,
@@ -146,11 +149,9 @@ def _prefix_kernel(
     WALK: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
     OVERLAP: tl.constexpr,
-    LATE: tl.constexpr,
 ):
     """With WALK two states of all chunks, closed and open, else one state of each."""
     G: tl.constexpr = HQ // HK
-    CACHE: tl.constexpr = ".cg" if LATE else ""
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
     ok = r < R
@@ -172,12 +173,11 @@ def _prefix_kernel(
     page = page_at(table, begin, tl.where(c < first_chunk, 0, end))
     # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
     # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
-    if not LATE:
-        await_previous(OVERLAP)
+    await_previous(OVERLAP)
     release_next(OVERLAP)
     if split <= open_chunk - first_chunk:
         rows = (b * (R // G) + r // G) * HQ + h * G + r % G
-        query = load_rows(q, rows, ok, D, DIM, CACHE)
+        query = load_rows(q, rows, ok, D, DIM, "")
         if WALK:
             m, l, acc = empty_state(ROWS, DIM)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
@@ -204,9 +204,6 @@ def _prefix_kernel(
                 c -= splits
                 begin, end = tl.maximum(chunk_start(c) // 64, first), tl.minimum(chunk_start(c + 1) // 64, tail)
                 page = page_at(table, begin, tl.where(c < first_chunk, 0, end))
-    if LATE:  # noqa: SIM102  (known to the compiler)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (split == 0):  # one program waits for all
-            await_previous(OVERLAP)
 
 
 @jit
@@ -225,9 +222,12 @@ def _gather(
     return load_rows(k_cache, rows, seen, D, DIM, ""), load_rows(v_cache, rows, seen, D, DIM, ""), seen
 
 
-@jit(do_not_specialize=[
-    "N", "A", "C", "table_stride", "depth_stride", "ancestor_batch_stride", "ancestor_node_stride", "window",
-])  # fmt: skip
+@jit(
+    do_not_specialize=[
+        "N", "A", "C", "table_stride", "depth_stride", "ancestor_batch_stride", "ancestor_node_stride", "window",
+    ],
+    do_not_specialize_on_alignment=["committed"],
+)  # fmt: skip
 def _tail_kernel(
     q,
     k_cache,
@@ -329,8 +329,8 @@ def _tail_kernel(
 def tree_attention(q, kv, index, options=EVERYTHING, out=None, late=False):
     """Attention of every node over its path; shapes as in the legend above.
 
-    options: AttentionOptions; out: where to write, on a GPU, contiguous; late: a GPU may run it beside the kernel before, which
-    awaited all that this one needs. Raises ValueError for unsupported shapes.
+    options: AttentionOptions; out: where to write, on a GPU, contiguous; late: a GPU may run chains beside the kernel before, which
+    awaited all that these need. Raises ValueError for unsupported shapes.
     """
     check_attention(q, kv, index.num_kv_heads, options)
     if not on_triton(q):
@@ -352,7 +352,7 @@ def _launch(
     overlap = can_overlap(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     if walks and index.is_chain:
-        far = None
+        late, q, far = late and q.is_contiguous(), q.contiguous(), None  # a copy would stand between
         if chunks > FIRST_FAR:  # beside them the near ones are walked
             far, late = far_states(q, kv, table, committed, hk, options, late), True
         return chain_attention(q, kv, table, committed, hk, options, out, far, late)
@@ -369,13 +369,12 @@ def _launch(
     (scale, squash), window = options.factors(dim), options.window
     numbers = dict(scale=scale, squash=squash, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
-    late = late and overlap and tensor_map and not walks
     alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
     stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.window_depths, stats, states, num_rows, slots, splits,
-        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map, LATE=late,
+        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
     _tail_kernel[hk, num_nodes, batch](

@@ -99,5 +99,5 @@ def test_a_cpu_and_the_interpreter_have_the_shared_memory_of_an_h200():
 
 if __name__ == "__main__":
     RECORDED.write_text(
-        json.dumps({f"{model} {dtype}": h200_launches(model, dtype) for model, dtype in CASES}, indent=2)
+        json.dumps({f"{model} {dtype}": h200_launches(model, dtype) for model, dtype in CASES}, indent=2) + "\n"
     )

@@ -69,7 +69,8 @@ class OwnCacheDrafter(SequentialDrafter):
         heads, dtype = self.kv_shape[1], self.kv_shape[3]
         below = batch.committed + self.shift if self.shift else batch.committed  # [B]
         first += self.shift
-        if is_chain and not from_target and first * len(tokens) < len(batch.cache_rows):
+        num_nodes = len(batch.cache_rows) // len(batch.seats)
+        if is_chain and not from_target and first < num_nodes:  # one row, whose place is a node's
             positions, places = (x[first][:, None] for x in batch.chain)
         else:
             places = batch.places(first, first + tokens.shape[1])  # [B, n]

@@ -12,8 +12,9 @@ from headstart.kernels.attention.prefill_attention import (
     build_prefill_index,
     prefill_attention_reference,
 )
-from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
+from headstart.kernels.attention.tree_attention import PAGE
 from headstart.tests.kernels.attention.options import given
+from headstart.tests.kernels.attention.test_tree_attention import decode_one_by_one
 from headstart.tests.kernels.mutants import mutated
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -93,17 +94,6 @@ def test_values(hq, hk, dim, dtype):
         return  # without tensor cores a kernel takes up to a minute to compile
     check_values("cuda", dtype, hq, hk, dim, [0], [1000])
     check_values("cuda", dtype, hq, hk, dim, [0, 64, 1, 300, 2040], [1, 63, 700, 17, 90])
-
-
-def decode_one_by_one(q, kv, table, start, hk, window):
-    """Plain decoding of consecutive positions from `start`, all keys in place.  q [T, HQ, D] -> [T, HQ, D]"""
-    zero = torch.zeros(1, dtype=torch.int64, device=q.device)
-    lengths, found = start + torch.arange(q.shape[0], device=q.device), []
-    torch.cuda.synchronize()  # lengths must be there before the kernel before (overlap.py)
-    for t in range(q.shape[0]):
-        index = build_tree_index(table, lengths[t : t + 1], zero, zero[None], hk)
-        found.append(index.attend(q[t : t + 1], kv, given(window, q)))
-    return torch.cat(found)
 
 
 @pytest.mark.gpu

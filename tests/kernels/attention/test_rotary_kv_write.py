@@ -3,19 +3,26 @@
 import pytest
 import torch
 
-from headstart.kernels.attention.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from headstart.kernels.attention.rotary_kv_write import heads_of_program, rotary_kv_write, rotary_kv_write_reference
 from headstart.kernels.attention.tree_attention import PAGE
 
 
-def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0):
+def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0, pages=3):
     generator = torch.Generator().manual_seed(seed)
     width = (heads + 2 * kv_heads) * dim
     qkv = torch.randn(splits, rows, width, generator=generator).to(torch.float32 if splits > 1 else dtype)
     angle = torch.rand(300, dim // 2, generator=generator) * 6
     positions = torch.randint(300, (rows,), generator=generator)
-    seats = torch.randperm(3 * PAGE, generator=generator)[:rows] + PAGE
+    seats = torch.randperm(pages * PAGE, generator=generator)[:rows] + PAGE
     norms = [torch.rand(dim, generator=generator).to(dtype) for _ in range(2)]
-    made = qkv, positions, angle.cos(), angle.sin(), seats, torch.zeros(2, 4 * kv_heads * PAGE, dim, dtype=dtype)
+    made = (
+        qkv,
+        positions,
+        angle.cos(),
+        angle.sin(),
+        seats,
+        torch.zeros(2, (pages + 1) * kv_heads * PAGE, dim, dtype=dtype),
+    )
     return [x.to(device) for x in made], [x.to(device) for x in norms]
 
 
@@ -56,6 +63,18 @@ def test_rotation_gives_the_bits_of_the_formula(kernel_device):
             found = rotary_kv_write(*arguments, 8, 2)
             assert torch.equal(found.cpu(), expected)
             assert torch.equal(arguments[5].cpu(), expected_kv)
+
+
+@pytest.mark.parametrize("rows", [130, 520])
+def test_many_rows_give_the_bits_of_the_formula(kernel_device, rows):
+    """A program takes more heads of them than of few, here more than there are of keys and not a whole part of the queries'."""
+    dtype = torch.float32 if kernel_device == "cpu" else torch.bfloat16
+    assert heads_of_program(rows, False) != heads_of_program(11, False) == heads_of_program(rows, True)
+    arguments, _ = make(kernel_device, dtype, 20, 3, 16, rows=rows, pages=9)
+    expected_kv = arguments[5].cpu()
+    expected = rotary_kv_write_reference(*[x.cpu() for x in arguments[:5]], expected_kv, 20, 3)
+    assert torch.equal(rotary_kv_write(*arguments, 20, 3).cpu(), expected)
+    assert torch.equal(arguments[5].cpu(), expected_kv)
 
 
 @pytest.mark.parametrize("normed", [False, True])
