@@ -50,7 +50,7 @@ class BlockPass(Drafter):
         self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
         self.kv_shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype
         ids = head.draft_token_ids
-        self.places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
+        self.draft_places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
         self.size, self.first_slot = config.block_size, config.first_slot  # S
         self.extra_places = max(0, self.size - 1 - num_speculative_tokens)
         positions = decoder.max_positions + self.size  # a block may be longer than any tree
@@ -146,9 +146,9 @@ class BlockPass(Drafter):
 
     def whole(self, logits):
         """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""
-        if self.places is None:
+        if self.draft_places is None:
             return logits
-        return whole_logits(logits.flatten(0, 1), self.places).view(*logits.shape[:2], -1)
+        return whole_logits(logits.flatten(0, 1), self.draft_places).view(*logits.shape[:2], -1)
 
     def advance(self, batch, feature, emitted, path, num_accepted):
         (requests, length), device = path.shape, path.device

@@ -23,7 +23,7 @@ class Eagle3Drafter(EagleDrafter):
         super().__init__(head, decoder, num_speculative_tokens, sampling)
         self.streams = head.features
         ids = head.draft_token_ids
-        self.places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
+        self.draft_places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
         self.lm_head = WholeLMHead(head.lm_head.weight)
 
     def place_lm_heads(self, lm_heads):
@@ -49,7 +49,7 @@ class Eagle3Drafter(EagleDrafter):
 
     def logits(self, normed):
         logits = widened(self.lm_head.product(normed))
-        return logits if self.places is None else whole_logits(logits, self.places)
+        return logits if self.draft_places is None else whole_logits(logits, self.draft_places)
 
 
 DRAFTER = Eagle3Drafter
