@@ -8,7 +8,7 @@
 The result is exact: no threshold is approximate. Tokens are ordered by score, ties by the lowest id. Min-p keeps tokens at least
 min_p times as likely as the likeliest; top-k keeps the first k. Of the tokens that both keep, top-p keeps a token if those before
 it hold less than top_p of the mass. So all three keep the first tokens of one order, and the key of the last kept token
-(`sample._key`: score, then token), which is the lowest key, describes the whole set.
+(`best_token.key_of`: score, then token), which is the lowest key, describes the whole set.
 
 Nothing is sorted. One pass over the vocabulary finds the highest score of every group of tokens: where top-k keeps few tokens,
 these scores say which groups hold them. Where many are kept, another pass makes a histogram of scores, with mass and number of
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ..jit import jit, on_triton, tl, triton
+from .best_token import key_of
 from .lowest_key import (
     bin_of,
     collect,
@@ -38,7 +39,7 @@ from .lowest_key import (
     search,
     token_of,
 )
-from .sample import _key, check_rows
+from .sample import check_rows
 
 _GROUP = 128  # tokens per group; the highest score of each group is found first
 _CHUNK = 4096  # tokens per program of a pass over the vocabulary
@@ -63,7 +64,7 @@ class Kept(NamedTuple):
     # int32 [M, V] the first `count` are the kept tokens, lowest id first; unset in rows that keep all; None on a CPU
     tokens: torch.Tensor | None
     count: torch.Tensor  # int32 [M]
-    lowest: torch.Tensor  # int64 [M] token v is kept if _key(score(v), v) >= lowest
+    lowest: torch.Tensor  # int64 [M] token v is kept if key_of(score(v), v) >= lowest
     top: torch.Tensor  # fp32 [M] the highest score
     total: torch.Tensor  # fp32 [M]
 
@@ -75,7 +76,7 @@ def scaled_reference(logits, temperature):
 
 
 def keys_reference(scores):
-    """sample._key of every token: orders like (score, then the lower token first).  fp32 [M, V] -> int64 [M, V]"""
+    """best_token.key_of of every token: orders like (score, then the lower token first).  fp32 [M, V] -> int64 [M, V]"""
     bits = scores.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) + (0x7FFFFFFF - torch.arange(scores.shape[1], device=scores.device))
@@ -140,7 +141,7 @@ def _scores(
     score = scores_at(logits + row * vocab_size, token, inside, _heat(temperature, row))
     if MASK:
         least = tl.where(tl.load(temperature + row) > 0, tl.load(lowest + row), LOWEST)
-        score = tl.where(_key(score, token) >= least, score, float("-inf"))
+        score = tl.where(key_of(score, token) >= least, score, float("-inf"))
     tl.store(scores + row * vocab_size + token, score, mask=inside)
 
 
@@ -282,7 +283,7 @@ def _select(
             else:
                 token = tl.load(few + i, mask=i < listed, other=vocab_size)
             score = scores_at(logits, token, token < vocab_size, heat)
-            key, likely = _key(score, token), likelihood(score, highest)
+            key, likely = key_of(score, token), likelihood(score, highest)
             keep = (score > float("-inf")) & (key >= least) & (likely >= floor)
             place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
             tl.store(tokens + place, token, mask=keep)

@@ -4,12 +4,12 @@ A *window* is the set of tokens in which the search takes place: all scores of a
 scores. Its tokens are listed. If they are few, each is compared with every other. If they are many, the key is found by bisection:
 the tokens, or their mass, at or above some key are counted. Amounts are integers, so the order of a sum does not matter.
 
-Keys: sample._key, which orders tokens by (score, then the lower token first), no two alike. Masses: whole units of 1 / UNITS of the
-likeliest token's. heat: the divisor of a row's logits; top: the row's highest score; floor: min-p.
+Keys: best_token.key_of, which orders tokens by (score, then the lower token first), no two alike. Masses: whole units of 1 / UNITS
+of the likeliest token's. heat: the divisor of a row's logits; top: the row's highest score; floor: min-p.
 """
 
 from ..jit import jit, tl
-from .sample import _key
+from .best_token import key_of
 
 
 @jit
@@ -60,8 +60,8 @@ def search(
     Three keys are tried at a time, until one token is left between the lowest key that is too high and the highest that is not.
     The search also stops when no more than `enough` tokens have the key or a higher one: it is then not the highest such key.
     """
-    low = _key(tl.where(top == top, float("-inf"), top), count * 0 + 0x7FFFFFFF)
-    high = _key(top, count * 0) + 1
+    low = key_of(tl.where(top == top, float("-inf"), top), count * 0 + 0x7FFFFFFF)
+    high = key_of(top, count * 0) + 1
     from_high = from_low * 0
     while (from_low - from_high > 1) & (from_low > enough) & (high > low + 1):
         step = tl.maximum((high >> 2) - (low >> 2), 1)
@@ -75,7 +75,7 @@ def search(
             token = tl.where(are_listed, tl.load(listed + i, mask=inside & are_listed, other=0), i)
             score = scores_at(row, token, inside, heat)
             inside = in_window(score, top, bound, bin, BINS)
-            key = _key(score, token)
+            key = key_of(score, token)
             in_1, in_2, in_3 = inside & (key >= key_1), inside & (key >= key_2), inside & (key >= key_3)
             counts += in_1.to(tl.int64) + (in_2.to(tl.int64) << 21) + (in_3.to(tl.int64) << 42)
             if MASS:
@@ -170,13 +170,13 @@ def lowest_key(
         # Few tokens: each is compared with every other.
         i = tl.arange(0, FEW)
         token = tl.load(few + i, mask=i < count, other=0)
-        key, ahead = _key(scores_at(row, token, i < count, heat), token), tl.zeros((FEW,), tl.int64)
+        key, ahead = key_of(scores_at(row, token, i < count, heat), token), tl.zeros((FEW,), tl.int64)
         for start in range(0, count, 16):
             j = start + tl.arange(0, 16)
             other = tl.load(few + j, mask=j < count, other=0)
             score = scores_at(row, other, j < count, heat)
             amount = tl.where(j < count, mass_of(score, top, floor, UNITS) if MASS else 1, 0).to(tl.int64)
-            ahead += tl.sum(tl.where(_key(score, other)[None, :] > key[:, None], amount[None, :], 0), 1)
+            ahead += tl.sum(tl.where(key_of(score, other)[None, :] > key[:, None], amount[None, :], 0), 1)
         keep = (i < count) & ((ahead + before).to(tl.float64) < wanted)
         least = tl.min(tl.where(keep, key, 0x7FFFFFFFFFFFFFFF), 0)
     else:
@@ -190,7 +190,7 @@ def lowest_key(
         keys = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
             token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
-            key = _key(score, token)
+            key = key_of(score, token)
             keys = tl.minimum(
                 keys, tl.where(in_window(score, top, bound, bin, BINS) & (key >= least), key, 0x7FFFFFFFFFFFFFFF)
             )
@@ -207,7 +207,7 @@ def mass_from(
     masses = tl.zeros((TILE,), tl.int64)
     for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
         token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
-        kept = in_window(score, top, bound, bin, BINS) & (_key(score, token) >= least)
+        kept = in_window(score, top, bound, bin, BINS) & (key_of(score, token) >= least)
         masses += tl.where(kept, mass_of(score, top, floor, UNITS), 0)
     return tl.sum(masses, 0)
 

@@ -12,7 +12,7 @@ The device functions compute the same for kernels: `philox_words`, `chunk_words`
 
 import torch
 
-from ..jit import jit, tl
+from ..jit import INTERPRETED, jit, tl
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -27,6 +27,7 @@ RESIDUAL_NOISE = 3  # the token after the accepted path
 NUM_PURPOSES = 4
 # The most by which a rough_exponential differs from the true one, as a part of it. Over all words it is half of this.
 ROUGHNESS = tl.constexpr(1e-4)
+_ON_NVIDIA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 
 def philox4x32(key, counter):
@@ -84,11 +85,11 @@ def philox_words(block, seed, sample, position, purpose):
     c2 = sample.to(tl.uint32) + c0 * 0
     c3 = (c0 * 0 + purpose).to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    m0, m1 = tl.full(c0.shape, multiply_0, tl.uint32), tl.full(c0.shape, multiply_1, tl.uint32)
+    m0, m1 = tl.full(c0.shape, multiply_0, tl.uint64), tl.full(c0.shape, multiply_1, tl.uint64)
     for _ in tl.static_range(10):
-        high_0, low_0 = tl.umulhi(c0, m0), c0 * m0
-        high_1, low_1 = tl.umulhi(c2, m1), c2 * m1
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        p0, p1 = c0.to(tl.uint64) * m0, c2.to(tl.uint64) * m1
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
         # The increments as signed 32-bit numbers: 0x9E3779B9 and 0xBB67AE85, modulo 2^32.
         k0, k1 = (k0.to(tl.int32) - 1640531527).to(tl.uint32), (k1.to(tl.int32) - 1150833019).to(tl.uint32)
     return c0, c1, c2, c3
@@ -102,21 +103,27 @@ def gumbel_of_word(word):
 
 
 @jit
-def rough_exponential(word):
-    """-log u to within ROUGHNESS of it, u = (word + 1/2) / 2^32: the noise is its negative logarithm.  uint32 -> fp32
+def rough_log2(x):
+    """log2 of a normal x, off by 2^-22 or, outside [1/2, 2], that part of it: one instruction on NVIDIA's GPUs.  fp32 -> fp32"""
+    if _ON_NVIDIA:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
 
-    u = f / 2^k with f from 1/2 to 1, and -log u = k log 2 - log(1 - d), d = 1 - f. Of u above 1/2 d comes from the word's
-    complement, as fp32 would lose its last bits.
+
+@jit
+def rough_exponential(word):
+    """-log2 u to within ROUGHNESS of it, u = (word + 1/2) / 2^32: the noise is its negative logarithm.  uint32 -> fp32
+
+    Of u above 1/2 1 - u comes from the word's complement, as fp32 would lose its last bits.
     """
-    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    bits = u.to(tl.int32, bitcast=True)
-    halvings = tl.maximum(126 - (bits >> 23), 0)
-    rest = ((~word.to(tl.int32)).to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
-    f = ((bits & 0x7FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
-    d = tl.where(halvings > 0, 1.0 - f, rest)
-    # -log(1 - d) / d by a polynomial of least relative error up to 1/2
-    series = 1.00004435 + d * (0.4957813 + d * (0.39580387 + d * (-0.0578243 + d * 0.74519855)))
-    return halvings.to(tl.float32) * 0.6931471805599453 + d * series
+    complement = word ^ 0xFFFFFFFF
+    x = tl.fma(tl.minimum(word, complement).to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
+    # -log2(1 - x) / x by a polynomial of least relative error up to 1/2
+    series = tl.fma(x, tl.fma(x, tl.fma(x, tl.fma(x, 1.0750942, -0.0834229), 0.5710243), 0.7152612), 1.44275903)
+    return tl.where(word > complement, x * series, -rough_log2(x))
 
 
 @jit

@@ -17,25 +17,13 @@ Letters: M rows, V vocabulary, C chunks, W width; L distributions and I nodes of
 import torch
 
 from ..jit import jit, on_triton, tl, triton
-from .philox import (
-    DRAFT_NOISE,
-    NUM_PURPOSES,
-    ROUGHNESS,
-    TARGET_NOISE,
-    chunk_words,
-    gumbel,
-    gumbel_of_word,
-    rough_exponential,
-    salted,
-    token_words,
-)
+from .best_token import best_token, key_of, load_keys, load_scores, words_of
+from .philox import DRAFT_NOISE, NUM_PURPOSES, TARGET_NOISE, gumbel, gumbel_of_word, salted
 
 MAX_WIDTH = 64  # of top_tokens
 KEPT_NOISE = 64  # rows of noise kept by noise_rows, the newest ones
 _NOISE = {}
-# Tokens per program where tokens are ranked. Draws of 64 and 384 rows of 128,256 tokens take 35 and 171 us on an H200 with 2 warps
-# of 1024 tokens, 42 and 213 with 4, 35 and 171 with 4 of 2048, and up to 107 and 282 with others.
-_CHUNK = 1024
+_CHUNK = 1024  # tokens per program where more than one token of a row is asked for
 SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
 
@@ -112,14 +100,6 @@ def log_sum_exp_reference(logits):
 
 
 @jit
-def _key(score, token):
-    """An int64 key that orders by score, then by the lower token; its low half holds the token."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - token).to(tl.int64)
-
-
-@jit
 def _store_best(keys, out, WIDTH: tl.constexpr):
     """The WIDTH highest of `keys` (all different), best first."""
     lowest: tl.constexpr = -0x8000000000000000
@@ -129,84 +109,32 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
         keys = tl.where(keys == best, lowest, keys)
 
 
-@jit
-def _best_key(score, token, inside):
-    """The key of the highest score, of the lowest token among equals."""
-    best = tl.max(tl.where(inside, score, float("-inf")), 0)
-    return _key(best, tl.min(tl.where(inside & (score == best), token, 0x7FFFFFFF), 0))
-
-
-@jit
-def _best_key_with_noise(logits, heat, token, inside, first, seed, sample, position, purpose, CHUNK: tl.constexpr):
-    """_best_key(logits / heat + noise, token, inside), to the bit. Outside logits are minus infinity; first: of the tokens.
-
-    The highest score is the least of E exp(-logits / heat), E = -log u. Roughly computed, in fp32, it takes a third of the time and
-    nearly always leaves one token that can win: only its noise is computed, with two logarithms in fp64. Words are drawn where
-    they are used: with two uses the compiler draws all of them twice.
-    """
-    words = chunk_words(first, seed, sample, position, purpose, CHUNK)
-    scaled = logits * (1.4426950408889634 / heat)
-    top = tl.max(scaled, 0)
-    rough = rough_exponential(words) * tl.exp2(top - scaled)
-    least = tl.min(rough, 0)
-    # Twice what a token's value may be off: by the roughness, and by rounding, here and in the score itself (2e-7 of it).
-    bound = least * (1 + 4 * ROUGHNESS) * tl.exp2(tl.abs(top) * 1e-6)
-    near = rough <= tl.where(least < float("inf"), bound, -1.0)
-    place = tl.arange(0, CHUNK)
-    found = tl.sum(tl.where(near, place + CHUNK, 0), 0)
-    if found // CHUNK == 1:
-        one = place == found - CHUNK
-        best = first + found - CHUNK
-        word = token_words(best, seed, sample, position, purpose)
-        key = _key(tl.div_rn(tl.sum(tl.where(one, logits, 0.0), 0), heat) + gumbel_of_word(word), best)
-    else:
-        words = chunk_words(first, seed, sample, position, purpose, CHUNK)
-        scores = tl.div_rn(logits, tl.full(logits.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
-        key = _best_key(scores, token, inside)
-    return key
-
-
 @jit(
     do_not_specialize=["num_chunks", "num_keys"],
     do_not_specialize_on_alignment=["temperature", "seed", "sample", "position"],
 )
 def _chunk_best(
-    logits, temperature, seed, sample, position, distributions, nodes, keys, vocab_size, num_chunks, num_keys,
+    logits, token_ids, temperature, seed, sample, position, distributions, nodes, keys, size, num_chunks, num_keys,
     NOISE: tl.constexpr, PURPOSE: tl.constexpr, SALT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]"""
     pid = tl.program_id(0)
     row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
-    token, out = chunk * CHUNK + tl.arange(0, CHUNK), keys + pid.to(tl.int64) * WIDTH
-    inside = token < vocab_size
-    source = row
-    if SALT:
-        source = tl.load(distributions + row // num_keys).to(tl.int64) * num_keys + row % num_keys
-    score = tl.load(logits + source * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
-    score = tl.where(score == score, score, float("-inf"))
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = column < size
+    token, source = column, row
+    if token_ids is not None:
+        token = tl.load(token_ids + column, mask=inside, other=0)
     if NOISE:
-        # All are loaded at once, also where the temperature is 0, so that the latencies overlap.
-        key = row % num_keys
-        heat = tl.load(temperature + key).to(tl.float32)
-        seed_, sample_ = tl.load(seed + key).to(tl.int64), tl.load(sample + key).to(tl.int64)
-        position_ = tl.load(position + key).to(tl.int64)
-        if SALT:
-            purpose = tl.load(nodes + row // num_keys).to(tl.int64) * SALT + PURPOSE
-        else:
-            purpose, position_ = PURPOSE, position_ + row // num_keys
+        source, heat, key = load_keys(
+            row, num_keys, temperature, seed, sample, position, distributions, nodes, PURPOSE, SALT
+        )
+    score = load_scores(logits + source * size, column, inside)
+    if NOISE:  # noqa: SIM102  (known to the compiler)
         if heat > 0:
-            noise = (chunk * CHUNK, seed_, sample_, position_, purpose)
-            if WIDTH == 1:
-                tl.store(out, _best_key_with_noise(score, heat, token, inside, *noise, CHUNK))
-            else:
-                words = chunk_words(*noise, CHUNK)
-                score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
-        elif WIDTH == 1:
-            tl.store(out, _best_key(score, token, inside))
-    elif WIDTH == 1:
-        tl.store(out, _best_key(score, token, inside))
-    if WIDTH > 1:
-        _store_best(tl.where(inside, _key(score, token), -0x8000000000000000), out, WIDTH)
+            words = words_of(token, token_ids, chunk * CHUNK, key, CHUNK)
+            score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
+    _store_best(tl.where(inside, key_of(score, token), -0x8000000000000000), keys + pid.to(tl.int64) * WIDTH, WIDTH)
 
 
 @jit
@@ -269,11 +197,14 @@ def sample_tokens(logits, temperature=None, seed=None, sample=None, position=Non
     return top_tokens(logits, 1, temperature, seed, sample, position).squeeze(1)
 
 
-def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False):
+def top_tokens(
+    logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False, token_ids=None
+):
     """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]
 
     With with_scores, also returns those scores, fp32 [M, width]. The other arguments are those of sample_tokens, for all M rows, or
     for the first B of M = K B rows: then row k B + b is drawn with the noise of row b, k positions later (drafts of K depths).
+    token_ids: int32 [V], all different, which tokens the logits are of (a draft vocabulary); None: each of its own column.
     Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
     """
     drawn = logits if temperature is None or not len(temperature) else logits[: len(temperature)]
@@ -283,15 +214,21 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
         raise ValueError(f"top_tokens takes keys for all rows or for a whole part of them, got {len(drawn)} for {rows}")
     if not 1 <= width <= min(MAX_WIDTH, vocab_size):
         raise ValueError(f"top_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
+    if token_ids is not None and token_ids.shape != (vocab_size,):
+        raise ValueError(f"top_tokens takes an id of each of {vocab_size} columns, got {tuple(token_ids.shape)}")
     if not on_triton(logits):
         if len(drawn) < rows:
             ahead = torch.arange(rows // len(drawn), device=logits.device)[:, None]
             temperature, seed, sample = (x.repeat(len(ahead)) for x in (temperature, seed, sample))
             position = (position + ahead).flatten()
+        if token_ids is not None:
+            some, ids = logits, token_ids.long()
+            logits = some.new_full((rows, int(ids.max()) + 1), -torch.inf)
+            logits[:, ids] = some
         return top_tokens_reference(logits, width, temperature, seed, sample, position, with_scores)
     noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
     scores = torch.empty(rows, width, device=logits.device) if with_scores else None
-    found = launch_best(logits, rows, width, noise, None, None, len(drawn), TARGET_NOISE, scores)
+    found = launch_best(logits, rows, width, noise, None, None, len(drawn), TARGET_NOISE, scores, token_ids)
     return (found, scores) if with_scores else found
 
 
@@ -321,19 +258,22 @@ def draw_tokens(scores, width, distributions, nodes, temperature, seed, sample, 
     return found.view(len(nodes), batch, width)
 
 
-def launch_best(logits, rows, width, noise, distributions, nodes, num_keys, purpose, scores=None):
+def launch_best(logits, rows, width, noise, distributions, nodes, num_keys, purpose, scores=None, token_ids=None):
     """The two launches of top_tokens, or of draw_tokens where distributions and nodes are given.  -> int64 [rows, width]
 
     Fills `scores` if they are not None.
     """
-    vocab_size = logits.shape[-1]
-    chunks = triton.cdiv(vocab_size, _CHUNK)
+    if width == 1:
+        return best_token(logits, rows, noise, num_keys, purpose, distributions, nodes, scores, token_ids)[:, None]
+    size = logits.shape[-1]
+    chunks = triton.cdiv(size, _CHUNK)
     keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
     found = torch.empty(rows, width, dtype=torch.int64, device=logits.device)
     if rows:
+        salt = 0 if nodes is None else NUM_PURPOSES
         _chunk_best[(rows * chunks,)](
-            logits.contiguous(), *noise, distributions, nodes, keys, vocab_size, chunks, num_keys, noise[0] is not None, purpose,
-            0 if nodes is None else NUM_PURPOSES, width, _CHUNK, num_warps=2 if width == 1 else 4, enable_fp_fusion=False,
+            logits.contiguous(), token_ids, *noise, distributions, nodes, keys, size, chunks, num_keys,
+            noise[0] is not None, purpose, salt, width, _CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)
         _merge_best[(rows,)](

@@ -8,10 +8,11 @@ Letters: M rows, V vocabulary.
 import torch
 
 from ..jit import jit, on_triton, tl, triton
+from .best_token import key_of
 from .keep_top import LOWEST_KEY, kept_scores
 from .lowest_key import scores_at
 from .philox import TARGET_NOISE, chunk_words, gumbel_of_word, token_words
-from .sample import _key, _merge_best, check_rows, sample_tokens
+from .sample import _merge_best, check_rows, sample_tokens
 
 _PARTS = 16  # programs per row; more than one helps where many tokens are kept
 _BLOCK = 1024  # tokens that a program loads at once
@@ -21,7 +22,7 @@ _BLOCK = 1024  # tokens that a program loads at once
 def _best(score, token):
     """The highest key; a `score` is minus infinity where there is no token."""
     highest = tl.max(score, 0)
-    return _key(highest, tl.min(tl.where(score == highest, token, 0x7FFFFFFF), 0))
+    return key_of(highest, tl.min(tl.where(score == highest, token, 0x7FFFFFFF), 0))
 
 
 @jit(do_not_specialize_on_alignment=["temperature", "seed", "sample", "position"])

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 
 from ..jit import jit, on_triton, tl, triton
+from ..sampling.best_token import key_of
 from ..sampling.lowest_key import scores_at
 from ..sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
-from ..sampling.sample import _key
 from .ratio_rules import verify_ratio_reference
 from .row_distributions import row_distributions
 
@@ -94,7 +94,7 @@ def _target_distribution(row, v, inside, heat, lowest, top, unit, total, CUT: tl
     """The same for the target: where distributions are cut, `row` holds logits that are not yet divided or cut."""
     if CUT:
         x = scores_at(row, v, inside, heat)
-        p = tl.where(_key(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
+        p = tl.where(key_of(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
     else:
         p = _distribution(row, v, inside, top, unit, total)
     return p
@@ -275,7 +275,7 @@ def _verify_ratio(
                 p_lowest, p_count = tl.load(lowest + first + n), tl.load(num_kept + first + n)
             q_top, q_total = tl.load(draft_top + q_distribution), tl.load(draft_total + q_distribution)
             p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_distribution * vocab_size
-            key = _key(tl.where(p_top == p_top, float("-inf"), p_top), n * 0)
+            key = key_of(tl.where(p_top == p_top, float("-inf"), p_top), n * 0)
             for start in range(part * BLOCK, p_count, PARTS * BLOCK):
                 v = start + tl.arange(0, BLOCK)
                 inside = v < p_count
@@ -291,7 +291,7 @@ def _verify_ratio(
                         words = chunk_words(start, seed_, sample_, position_, NOISE, BLOCK)
                     score = tl.where(P > 0, tl.log(P) + gumbel_of_word(words), float("-inf"))
                     highest = tl.max(score, 0)
-                    key = tl.maximum(key, _key(highest, tl.min(tl.where(score == highest, v, 0x7FFFFFFF), 0)))
+                    key = tl.maximum(key, key_of(highest, tl.min(tl.where(score == highest, v, 0x7FFFFFFF), 0)))
             tl.store(keys + request * PARTS + part, key)
             tl.debug_barrier()
             if tl.atomic_add(signals + num_nodes + 1, 1) == PARTS - 1:

@@ -47,7 +47,7 @@ class CorrectedDrafter(BlockPass, SequentialDrafter):
         raise NotImplementedError
 
     def corrected(self, tokens, depth):
-        """The distributions after nodes of a depth.  tokens [n, B]  ->  logits [n, B, V]"""
+        """The distributions after nodes of a depth.  tokens [n, B]  ->  logits [n, B, VD]"""
         raise NotImplementedError
 
     def propose(self, batch, tree, processor=None):
@@ -70,7 +70,7 @@ class CorrectedDrafter(BlockPass, SequentialDrafter):
         return self._after(tokens, level.depth)
 
     def _after(self, tokens, depth):
-        """tokens [B, n] of nodes at a depth  ->  logits [n, B, V], state [B, n, 0]"""
+        """tokens [B, n] of nodes at a depth  ->  logits [n, B, VD], state [B, n, 0]"""
         logits = self.corrected(tokens.t(), depth)
         return logits, logits.new_empty(*tokens.shape, 0)
 
@@ -87,7 +87,7 @@ class EdgeDrafter(CorrectedDrafter):
         if self.is_sure:  # of the first node, whose children are the likeliest
             self.sure.append(self.confidence(slice(depth, depth + 1), rows[None, : tokens.shape[1]]))
         correction = linear(rows, edge.markov_w2.weight).view(*tokens.shape, -1)
-        return self.whole(self.by_depth[depth] + correction)
+        return self.by_depth[depth] + correction
 
 
 class Choices(NamedTuple):

@@ -27,7 +27,6 @@ from ....kernels.block_convolution import block_convolution
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
-from ....kernels.speculation.draft_logits import places_of, whole_logits
 from ...models.blocks import Layer, Norm, Rotary, widened
 from ...models.decoder import ForwardPass
 from ...models.weights import weights_of_layer
@@ -49,8 +48,7 @@ class BlockPass(Drafter):
         config, self.streams = head.config, head.features
         self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
         self.kv_shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype
-        ids = head.draft_token_ids
-        self.draft_places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
+        self.take_draft_vocabulary(head.draft_token_ids, config.vocab_size)
         self.size, self.first_slot = config.block_size, config.first_slot  # S
         self.extra_places = max(0, self.size - 1 - num_speculative_tokens)
         positions = decoder.max_positions + self.size  # a block may be longer than any tree
@@ -143,12 +141,6 @@ class BlockPass(Drafter):
         path, is_chain = self.slots.expand(self.size, self.size), counted is depths and reach.is_causal
         shape = dict(dtype=self.dtype, is_chain=is_chain, window_depths=counted)
         return build_tree_index(batch.block_table, batch.committed, depths, path, self.kv_shape[1], **shape)
-
-    def whole(self, logits):
-        """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""
-        if self.draft_places is None:
-            return logits
-        return whole_logits(logits.flatten(0, 1), self.draft_places).view(*logits.shape[:2], -1)
 
     def advance(self, batch, feature, emitted, path, num_accepted):
         (requests, length), device = path.shape, path.device

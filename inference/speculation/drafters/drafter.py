@@ -4,9 +4,10 @@ A drafter proposes the tokens of a draft tree from the row that a request's seat
 last hidden state at the last committed token. A drafter may keep its own state there instead (`state_shape`), and its own keys and
 values (`kv_shape`), in pages of the same numbers as the target's.
 
-Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S width of the state, V vocabulary.
+Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S of the state, V vocabulary, VD that of drafts.
 """
 
+from ....kernels.speculation.draft_logits import places_of, whole_logits
 from ..draft import Draft
 
 
@@ -27,9 +28,11 @@ class Drafter:
     autoregressive: whether a token's distribution depends on the tokens drafted before it
     max_candidates: the most tokens after a node that it has scores for; None: all of them
     num_speculative_tokens: depth of its drafts
+    token_ids: int32 [VD], the tokens of its draft vocabulary, if it has one; None: all, VD = V
     """
 
     streams = ()
+    token_ids = draft_places = None
     autoregressive = False
     state_shape = max_candidates = None
     kv_shape = None
@@ -41,6 +44,17 @@ class Drafter:
     def keeps_keys(self):
         """Whether it has its own keys and values, which `fill` and `advance` compute."""
         return self.kv_shape is not None
+
+    def take_draft_vocabulary(self, ids, vocab_size):
+        """ids [VD], all different, or None"""
+        if ids is not None:
+            self.token_ids, self.draft_places = ids.int(), places_of(ids, vocab_size)  # [VD], [V]
+
+    def whole(self, logits):
+        """Logits of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""
+        if self.draft_places is None:
+            return logits
+        return whole_logits(logits.flatten(0, 1), self.draft_places).view(*logits.shape[:2], -1)
 
     def freeze(self):
         """Told that its weights will not change any more: it may lay them out anew."""

@@ -6,7 +6,6 @@ Letters: M rows, H hidden size of the head, V the target's vocabulary, VD the dr
 """
 
 from ....kernels.linear.linear import linear
-from ....kernels.speculation.draft_logits import places_of, whole_logits
 from ....kernels.speculation.normed_pair import normed_pair
 from ...models.blocks import Norm, widened
 from .eagle import EagleDrafter
@@ -16,14 +15,13 @@ from .lm_heads import WholeLMHead
 class Eagle3Drafter(EagleDrafter):
     """Drafts with an Eagle3 head, as EagleDrafter does with an Eagle.
 
-    Tokens that are not in its draft vocabulary have scores of minus infinity.
+    Tokens that are not in its draft vocabulary are not drafted.
     """
 
     def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
         super().__init__(head, decoder, num_speculative_tokens, sampling)
         self.streams = head.features
-        ids = head.draft_token_ids
-        self.draft_places = None if ids is None else places_of(ids, head.config.vocab_size)  # [V]
+        self.take_draft_vocabulary(head.draft_token_ids, head.config.vocab_size)
         self.lm_head = WholeLMHead(head.lm_head.weight)
 
     def place_lm_heads(self, lm_heads):
@@ -48,8 +46,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.last_norm(state)[0]
 
     def logits(self, normed):
-        logits = widened(self.lm_head.product(normed))
-        return logits if self.draft_places is None else whole_logits(logits, self.draft_places)
+        return widened(self.lm_head.product(normed))
 
 
 DRAFTER = Eagle3Drafter

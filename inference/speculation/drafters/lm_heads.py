@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....kernels.jit import on_triton
 from ....kernels.linear.linear import linear, pack_weight
 from ...models.divided_weight import DividedWeight, is_small
 
@@ -23,9 +24,9 @@ class WholeLMHead(NamedTuple):
 
     weight: torch.Tensor
 
-    def product(self, x):
-        """[M, H] -> [M, V]"""
-        return linear(x, self.weight)
+    def product(self, x, out=None):
+        """[M, H] -> [M, V], in `out` if it is given, on a GPU"""
+        return linear(x, self.weight, out=out)
 
     def frozen(self):
         """The same in the layout that the device reads fastest, for a weight that never changes."""
@@ -47,7 +48,14 @@ def products(lm_heads, hidden):
     """The scores of several heads, each of its own rows: of divided ones in one gather.  [K, B, H] -> [K, B, V]"""
     first = lm_heads[0]
     if isinstance(first, WholeLMHead):
-        return torch.stack([one.product(x) for x, one in zip(hidden, lm_heads)])
+        if not on_triton(hidden):
+            return torch.stack([one.product(x) for x, one in zip(hidden, lm_heads)])
+        found = hidden.new_empty(*hidden.shape[:2], first.weight.shape[0])
+        if found[0].nbytes % 16:  # kernels are compiled for aligned tensors
+            return torch.stack([one.product(x) for x, one in zip(hidden, lm_heads)])
+        for x, one, out in zip(hidden, lm_heads, found):
+            one.product(x, out)
+        return found
     weight = first.weight
     weight.ranks.begin()
     parts = [linear(x, one.weight.w, splits=weight.splits) for x, one in zip(hidden, lm_heads)]

@@ -3,7 +3,8 @@
 A drafter of this kind gives the distribution after the root (`start`), and those after further nodes from their tokens and the
 state of their parents (`expand`). All of them sample children in the same ways (draft_sampling.py).
 
-Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
+Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary, VD
+that of the drafter.
 """
 
 from dataclasses import replace
@@ -31,13 +32,22 @@ class SequentialDrafter(Drafter):
         self._levels = {}  # per tree
 
     def start(self, batch):
-        """The distribution after the root.  batch: BatchRows  ->  logits [1, B, V], state [B, 1, S]"""
+        """The distribution after the root.  batch: BatchRows  ->  logits [1, B, VD], state [B, 1, S]"""
         raise NotImplementedError
+
+    def _scored(self, logits, width, is_whole=False):
+        """What to draw `width` tokens from, and which tokens these scores are of: see top_tokens.
+
+        logits [n, B, VD]  ->  themselves and token_ids, or scores [n, B, V] and None: with is_whole, or if VD are too few
+        """
+        if self.token_ids is None or is_whole or width > len(self.token_ids):
+            return self.whole(logits), None
+        return logits, self.token_ids
 
     def expand(self, batch, level, tokens, state):
         """Distributions after the nodes of a level (levels.Level), whose parents' states are those given.
 
-        tokens [B, n], state [B, n, S]  ->  logits [n, B, V], state [B, n, S]
+        tokens [B, n], state [B, n, S]  ->  logits [n, B, VD], state [B, n, S]
         """
         raise NotImplementedError
 
@@ -51,14 +61,16 @@ class SequentialDrafter(Drafter):
         )
         # Tokens that are not sampled are accepted by the target's distribution alone.
         with_distributions, distributions, kept = self.sampling in OWN_NOISE, None, []
+        is_whole = with_distributions or processor is not None
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
-            scores, temperature, left = (logits, batch.temperature, None)
+            scores, token_ids = self._scored(logits, level.width, is_whole)
+            temperature, left = batch.temperature, None
             if processor is not None:
-                scores, temperature, left = processor(logits, level.depths + 1)
+                scores, temperature, left = processor(scores, level.depths + 1)
             here = slice(level.first, level.first + level.count)
             keys = [x[here].flatten() for x in (seed, sample, position)]
-            found = self._draw(level, scores, temperature, keys, batch)  # [n, B, W]
+            found = self._draw(level, scores, temperature, keys, batch, token_ids)  # [n, B, W]
             children = choose(found.transpose(0, 1).flatten(1), level.columns)  # [B, c]
             tokens.append(children)
             if with_distributions:
@@ -82,12 +94,16 @@ class SequentialDrafter(Drafter):
             tokens, tree, distributions, temperature, distribution=plan.distribution, sampled=sampled, kept=joined
         )
 
-    def _draw(self, level, scores, temperature, keys, batch):
-        """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
+    def _draw(self, level, scores, temperature, keys, batch, token_ids):
+        """Candidates of the level's nodes.  scores [n, B, V] or, of token_ids, [n, B, VD], temperature [B], keys: three [n B]
+
+        ->  [n, B, W]
+        """
         if self.sampling in ("shared_noise", "greedy"):
             heat = temperature if level.count == 1 else temperature.repeat(level.count)
             noise = () if self.sampling == "greedy" else (heat, *keys)
-            return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
+            found = top_tokens(scores.flatten(0, 1), level.width, *noise, token_ids=token_ids)
+            return found.view(*scores.shape[:2], level.width)
         distributions = torch.arange(level.count, device=scores.device)
         families = Families(level.width, distributions, level.nodes, level.sizes)
         return draw_families(self.sampling, scores, families, temperature, (batch.seed, batch.sample, batch.committed))
@@ -103,11 +119,12 @@ class SequentialDrafter(Drafter):
             temperature, wide = batch.temperature, replace(batch, integers=integers, floats=floats)
         nodes, (logits, state) = None, self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
         for depth in range(tree.max_depth):
-            scores, heat = logits, wide.temperature[: logits.shape[:2].numel()]
+            scores, token_ids = self._scored(logits, width, processor is not None)
+            heat = wide.temperature[: logits.shape[:2].numel()]
             if processor is not None:
-                scores, heat, _ = processor(logits, plan.depths[depth, : len(logits)])
+                scores, heat, _ = processor(scores, plan.depths[depth, : len(logits)])
                 heat = heat.repeat(len(logits))
-            nodes = grow(candidates, nodes, *self._confidence(scores, heat, width, depth, wide), temperature)
+            nodes = grow(candidates, nodes, *self._confidence(scores, heat, token_ids, width, depth, wide), temperature)
             if nodes is not None:
                 level = GrownLevel(depth + 1, depth * width + 1, width, nodes.paths, plan.depths[depth])
                 logits, state = self.expand(batch, level, nodes.tokens, _rows_of(state, nodes.parents))
@@ -118,18 +135,18 @@ class SequentialDrafter(Drafter):
         # Nothing is sampled, so the verifier reads no distribution.
         return Draft(tokens, grown, None, None, *plan.chosen)
 
-    def _confidence(self, scores, temperature, width, depth, wide):
+    def _confidence(self, scores, temperature, token_ids, width, depth, wide):
         """The best tokens of nodes at a depth, and the numbers that give their confidence (kernels/speculation/dynamic_tree.py).
 
-        scores [n, B, V], temperature [n B], wide: BatchRows with the keys of n B rows or more  ->  tokens and their scores
-        [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability. With the target's noise the
-        draw is nearly known, and the confidence is the softmax over the best perturbed scores.
+        scores [n, B, V] or, of token_ids, [n, B, VD], temperature [n B], wide: BatchRows with the keys of n B rows or more
+        ->  tokens and their scores [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability.
+        With the target's noise the draw is nearly known, and the confidence is the softmax over the best perturbed scores.
         """
         rows, keys = scores.flatten(0, 1), ()
         if self.sampling == "shared_noise":
             position = wide.committed + (1 + depth)
             keys = temperature, *(x[: len(rows)] for x in (wide.seed, wide.sample, position))
-        tokens, best = top_tokens(rows, width, *keys, with_scores=True)
+        tokens, best = top_tokens(rows, width, *keys, with_scores=True, token_ids=token_ids)
         shape = scores.shape[:2]
         return tokens.view(*shape, width), best.view(*shape, width), log_sum_exp(rows).view(shape)
 
@@ -139,7 +156,8 @@ class SequentialDrafter(Drafter):
         levels = self.levels(TreeOnDevice.of(chain(len(widths)), batch.root.device)).levels
         for level in levels:
             keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1 + level.depth
-            found.append(top_tokens(logits[0], width, *keys))
+            scores, token_ids = self._scored(logits, width)
+            found.append(top_tokens(scores[0], width, *keys, token_ids=token_ids))
             if level.depth + 1 < len(widths):
                 logits, state = self.expand(batch, levels[level.depth + 1], found[-1][:, :1], state)
         return torch.stack(found, 1)

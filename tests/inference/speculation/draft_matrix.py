@@ -129,17 +129,18 @@ class Watch:
 
     def _start(self, batch):
         found = self.start(batch)
-        self.kept = [{(): scores.clone()} for scores in found[0][0]]
+        self.kept = [{(): scores.clone()} for scores in self.drafter.whole(found[0])[0]]
         self.rows = [[] for _ in self.kept]  # of each request the tokens of the expanded nodes
         return found
 
     def _expand(self, batch, level, tokens, state):
         found = self.expand(batch, level, tokens, state)
+        scores = self.drafter.whole(found[0])
         ways = level.ancestors.expand(len(self.rows), *level.ancestors.shape[-2:]).tolist()
         for request, rows in enumerate(self.rows):
             rows += tokens[request].tolist()
             for node, way in enumerate(ways[request]):
-                self.kept[request][tuple(rows[row] for row in way)] = found[0][node, request].clone()
+                self.kept[request][tuple(rows[row] for row in way)] = scores[node, request].clone()
         return found
 
     def _distributions(self, batch, num_depths):

@@ -26,18 +26,18 @@ class Watched:
     """Keeps the logits of every level that a drafter computes, and what it drafted."""
 
     def __init__(self, drafter):
-        self.steps, self.levels = [], []
+        self.steps, self.levels, self.whole = [], [], drafter.whole
         self.start, self.expand, self.propose = drafter.start, drafter.expand, drafter.propose
         drafter.start, drafter.expand, drafter.propose = self._start, self._expand, self._propose
 
     def _start(self, batch):
         found = self.start(batch)
-        self.levels = [found[0][0, 0].clone()]
+        self.levels = [self.whole(found[0])[0, 0].clone()]
         return found
 
     def _expand(self, *arguments):
         found = self.expand(*arguments)
-        self.levels.append(found[0][0, 0].clone())
+        self.levels.append(self.whole(found[0])[0, 0].clone())
         return found
 
     def _propose(self, batch, tree, processor=None):
@@ -112,13 +112,13 @@ class WatchedGrowth(Watched):
 
     def _start(self, batch):
         found = self.start(batch)
-        self.rows, self.levels = [], {(): found[0][0, 0].clone()}
+        self.rows, self.levels = [], {(): self.whole(found[0])[0, 0].clone()}
         return found
 
     def _expand(self, batch, level, tokens, state):
         found = self.expand(batch, level, tokens, state)
         self.rows += tokens[0].tolist()
-        for way, logits in zip(level.ancestors[0].tolist(), found[0][:, 0]):
+        for way, logits in zip(level.ancestors[0].tolist(), self.whole(found[0])[:, 0]):
             self.levels[tuple(self.rows[row] for row in way)] = logits.clone()
         return found
 
