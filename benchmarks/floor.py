@@ -94,9 +94,10 @@ class StepFloor:
         weights, size = weight_bytes(self.decoder, rows / steps), self.decoder.dtype.itemsize
         multiplied = weight_bytes(self.decoder, 1)  # by each row: its own experts alone
         parts = {} if head is None else head.draft_bytes(self.decoder.lm_head.nbytes)
-        drafts = parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0)
+        drafts = steps * (parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0))
+        drafts += 0 if head is None else head.draft_key_bytes(depth) * context
         return {
             "floor_products": max(steps * weights / self.bandwidth, 2 * multiplied / size * rows / self.rate),
             "floor_keys": kv_bytes(self.decoder, 1, context) / self.bandwidth,
-            "floor_drafts": steps * drafts / self.bandwidth,
+            "floor_drafts": drafts / self.bandwidth,
         }

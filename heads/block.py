@@ -35,7 +35,7 @@ from torch import nn
 from ..kernels.attention.rotary import rotary
 from .block_parts import Confidence, Convolution, Edge, Selector
 from .draft_vocabulary import DraftsOverVocabulary
-from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
+from .head import Head, Predictions, bytes_of, cast_lm_head, key_bytes, next_tokens
 from .layers import MLP, Attention, RMSNorm, Rotary, check_embedding, share_embedding
 from .packed_attention import attend, blocks_mask
 
@@ -301,3 +301,8 @@ class BlockHead(DraftsOverVocabulary, Head):
         if self.candidate_selector is not None:
             first += bytes_of(self.candidate_selector.hidden_projection)
         return {"first": first, **edge, "advance": bytes_of(self.fc, *keys)}
+
+    def draft_key_bytes(self, depth):
+        """See Head.draft_key_bytes: one pass; layers with a window are left out."""
+        layers = self.config.num_hidden_layers - len(self.config.sliding_layers)
+        return layers * key_bytes(self.config, self.fc.weight)

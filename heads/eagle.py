@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
+from .head import Head, Predictions, bytes_of, cast_lm_head, key_bytes, next_tokens
 from .layers import DecoderLayer, LayerConfig, Rotary, check_embedding, share_embedding
 from .packed_attention import PackedAttention
 
@@ -107,3 +107,6 @@ class Eagle(Head):
     def draft_bytes(self, lm_head_bytes):
         own = bytes_of(self.fc, self.layers)
         return {"first": lm_head_bytes, "level": own + lm_head_bytes, "advance": own}
+
+    def draft_key_bytes(self, depth):
+        return depth * key_bytes(self.config, self.fc.weight)  # the levels but the first, and the pass after the step

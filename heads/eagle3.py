@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .draft_vocabulary import DraftsOverVocabulary
-from .head import Head, Predictions, bytes_of, next_tokens
+from .head import Head, Predictions, bytes_of, key_bytes, next_tokens
 from .layers import (
     DecoderLayer,
     LayerConfig,
@@ -269,6 +269,9 @@ class Eagle3(DraftsOverVocabulary, Head):
         """See Head.draft_bytes. Steps on the head's own states do not read fc, which only joins the target's streams."""
         layer, lm_head = bytes_of(self.midlayer), bytes_of(self.norm, self.lm_head)
         return {"first": lm_head, "level": layer + lm_head, "advance": bytes_of(self.fc) + layer}
+
+    def draft_key_bytes(self, depth):
+        return depth * key_bytes(self.config, self.fc.weight)  # the levels but the first, and the pass after the step
 
 
 def principal_directions(table, size):

@@ -147,6 +147,10 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    def draft_key_bytes(self, depth):
+        """Bytes of its own keys and values that drafting `depth` tokens reads for each committed token, all passes of a step."""
+        return 0
+
     def run_step(self, step, *arguments):
         """step(*arguments), of tensors, masks and numbers alone. With `checkpoint_steps` autograd keeps only the arguments.
 
@@ -165,6 +169,11 @@ class Head(nn.Module):
 def bytes_of(*modules):
     """Bytes of all parameters."""
     return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+
+
+def key_bytes(config, weight):
+    """Bytes of one layer's keys and values of a token, in the dtype of `weight`."""
+    return 2 * config.num_key_value_heads * config.head_dim * weight.element_size()
 
 
 def next_tokens(input_ids, count):

@@ -191,11 +191,10 @@ class DraftBench:
         depth, device = self.settings.depth, self.decoder.device
         tree = TreeOnDevice.of(chain(depth), device)
         rows = self.gathered(batch, tree)
-        feature = torch.randn(batch * tree.num_nodes, self.feature_width, dtype=self.decoder.dtype, device=device)
+        feature = torch.randn(batch, tree.num_nodes, self.feature_width, dtype=self.decoder.dtype, device=device)
         emitted = torch.randint(self.decoder.vocab_size, (batch, depth + 2), device=device)
-        path = torch.arange(depth + 1, device=device).repeat(batch, 1)
         accepted = torch.full((batch,), depth, device=device)
-        return self.repeatable(lambda: self.drafter.advance(rows, feature, emitted, path, accepted))
+        return self.repeatable(lambda: self.drafter.advance(rows, feature, emitted, accepted))
 
     def repeatable(self, work):
         calls = CALLS[self.decoder.device.type]

@@ -288,9 +288,8 @@ class Engine:
         if self.drafter.keeps_keys:
             # As if a step had just emitted the root, with the token before it as the root of that step.
             batch = self.seats.gather(seats, self.tree.depths).one_token_ago()
-            first = torch.zeros(len(seats), 1, dtype=torch.int64, device=seats.device)
             emitted = torch.stack((torch.ones_like(batch.root), batch.root), 1)
-            feature = self.drafter.advance(batch, feature, emitted, first, first[:, 0])
+            feature = self.drafter.advance(batch, feature[:, None], emitted, torch.zeros_like(batch.root))
         if feature is not None:
             self.seats.feature[seats] = feature
         for request in requests:

@@ -15,7 +15,7 @@ from ...kernels.attention.kv_commit import kv_commit
 from ...kernels.attention.mixed_attention import MixedIndex
 from ...kernels.attention.tree_attention import build_tree_index
 from ..models.decoder import ForwardPass
-from ..speculation.drafters.drafter import no_draft
+from ..speculation.drafters.drafter import no_draft, rows_of
 from .target_scores import NO_FILTERS, TargetScores, draft_scores, path_tokens
 
 
@@ -84,7 +84,9 @@ class Step:
         keeps_keys = self.drafter.keeps_keys
         emitted = self.seats.advance(rows, None if keeps_keys else feature, tokens, path, num_accepted, next_token)
         if keeps_keys:
-            state = self.drafter.advance(batch, feature, emitted, path, num_accepted)
+            feature = feature.view(*tokens.shape, -1)
+            on_path = feature if tree.tree.is_chain else rows_of(feature, path)
+            state = self.drafter.advance(batch, on_path, emitted, num_accepted)
             if state is not None:
                 self.seats.feature[rows] = state
         if filters:

@@ -296,9 +296,15 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
             "advance": 2 * hidden * hidden + 2 * 2 * 2 * 8 * hidden,
         },
     }
+    keys = {
+        "eagle": 3,
+        "eagle3": 3,
+        "block": 2,
+    }  # levels and the pass after the step, of one layer; a pass of two layers
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
         assert head.draft_bytes(decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
+        assert head.draft_key_bytes(3) == 4 * keys.get(method, 0) * 2 * 2 * 8, method
 
 
 @pytest.mark.parametrize(

@@ -142,11 +142,10 @@ class BlockPass(Drafter):
         shape = dict(dtype=self.dtype, is_chain=is_chain, window_depths=counted)
         return build_tree_index(batch.block_table, batch.committed, depths, path, self.kv_shape[1], **shape)
 
-    def advance(self, batch, feature, emitted, path, num_accepted):
-        (requests, length), device = path.shape, path.device
-        feature = feature.view(requests, -1, feature.shape[1])[torch.arange(requests, device=device)[:, None], path]
+    def advance(self, batch, feature, emitted, num_accepted):
+        length = feature.shape[1]
         # Rows after the newest token's lie after the committed ones: a draft overwrites them before they are read.
-        positions = batch.committed[:, None] + torch.arange(length, device=device)
+        positions = batch.committed[:, None] + torch.arange(length, device=feature.device)
         self._project(feature.flatten(0, 1), positions.flatten(), batch.places(0, length).flatten())
 
     def prompt_rows(self, chunk):

@@ -16,6 +16,11 @@ def no_draft(batch, tree, processor=None):
     return Draft(batch.root[:, None], tree)
 
 
+def rows_of(x, chosen):
+    """x [B, n, S], chosen [B, k]  ->  [B, k, S]"""
+    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))
+
+
 class Drafter:
     """Defaults of a drafter that keeps the target's last hidden state and nothing else.
 
@@ -82,11 +87,11 @@ class Drafter:
 
     # --- called only if kv_shape is given ---
 
-    def advance(self, batch, feature, emitted, path, num_accepted):
+    def advance(self, batch, feature, emitted, num_accepted):
         """After a step, compute the keys and values of the emitted tokens, and the state after the newest token, if it has one.
 
-        batch: BatchRows as before the step; feature [B N, F] of its nodes; emitted [B, D + 2]: number of tokens, then the tokens;
-        path [B, D + 1]; num_accepted [B]  ->  [B, S] or None
+        batch: BatchRows as before the step; feature [B, D + 1, F] of the root and the accepted nodes, anything behind them;
+        emitted [B, D + 2]: number of tokens, then the tokens; num_accepted [B]  ->  [B, S] or None
         """
         raise NotImplementedError
 

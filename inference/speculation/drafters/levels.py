@@ -109,9 +109,9 @@ class Levels:
             inner = following
             number |= {n: first + i for i, n in enumerate(inner)}
         self.num_inner = first
-        self.inner = torch.cat([level.nodes for level in self.levels])
+        inner = torch.cat([level.nodes for level in self.levels]).tolist()
+        self.inner = choice(inner, first)  # None: the first ones, in order
         # [N] place of a node in the order of drafting
         self.order = choice([drafted.index(n) for n in range(tree.num_nodes)], tree.num_nodes)
-        inner = self.inner.tolist()
         # The distribution that a node's children come from; any number for leaves.
         self.distribution = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])

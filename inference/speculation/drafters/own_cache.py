@@ -11,6 +11,7 @@ import torch
 
 from ....kernels.attention.tree_attention import build_tree_index
 from ...models.decoder import ForwardPass
+from .drafter import rows_of
 from .sequential import SequentialDrafter
 
 
@@ -50,15 +51,12 @@ class OwnCacheDrafter(SequentialDrafter):
         by_node = normed.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
-    def advance(self, batch, feature, emitted, path, num_accepted):
-        (requests, length), device = path.shape, path.device
-        requests = torch.arange(requests, device=device)
-        feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
-        depths = torch.arange(length, device=device)
-        shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
+    def advance(self, batch, feature, emitted, num_accepted):
+        depths = torch.arange(feature.shape[1], device=feature.device)
+        shape = dict(first=0, depths=depths, ancestors=depths.expand(len(depths), -1))
         # Rows after the newest token lie after the committed ones: they are overwritten before they are read.
         state, _ = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, is_chain=True, **shape)
-        return state[requests, num_accepted]
+        return rows_of(state, num_accepted[:, None])[:, 0]
 
     def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors, is_chain=False):
         """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.

@@ -18,7 +18,7 @@ from ..draft_sampling import OWN_NOISE, sampled_nodes
 from ..draw_nodes import Families, draw_families
 from ..tree import chain
 from ..tree_on_device import TreeOnDevice
-from .drafter import Drafter
+from .drafter import Drafter, rows_of
 from .levels import GrownLevel, GrownLevels, Levels, choose
 
 
@@ -56,9 +56,10 @@ class SequentialDrafter(Drafter):
         if tree.tree.grows:
             return self._grow(batch, tree, processor)
         plan = self.levels(tree)
-        seed, sample, position = (
-            batch.draws.view(3, len(batch.seats), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
-        )
+        draws = batch.draws.view(3, len(batch.seats), -1).transpose(1, 2)  # [3, N, B]
+        seed, sample, position = choose(
+            draws[:, : plan.num_inner] if plan.inner is None else draws, plan.inner
+        ).contiguous()
         # Tokens that are not sampled are accepted by the target's distribution alone.
         with_distributions, distributions, kept = self.sampling in OWN_NOISE, None, []
         is_whole = with_distributions or processor is not None
@@ -127,7 +128,7 @@ class SequentialDrafter(Drafter):
             nodes = grow(candidates, nodes, *self._confidence(scores, heat, token_ids, width, depth, wide), temperature)
             if nodes is not None:
                 level = GrownLevel(depth + 1, depth * width + 1, width, nodes.paths, plan.depths[depth])
-                logits, state = self.expand(batch, level, nodes.tokens, _rows_of(state, nodes.parents))
+                logits, state = self.expand(batch, level, nodes.tokens, rows_of(state, nodes.parents))
         tokens, parents, depths, ancestors = prune(candidates, batch.root, tree.num_nodes)
         grown = TreeOnDevice(tree.tree, depths, parents, ancestors)
         if self.sampling == "shared_noise":
@@ -167,8 +168,3 @@ class SequentialDrafter(Drafter):
         if tree.tree not in self._levels:
             self._levels[tree.tree] = (GrownLevels if tree.tree.grows else Levels)(tree)
         return self._levels[tree.tree]
-
-
-def _rows_of(x, chosen):
-    """x [B, n, S], chosen [B, k]  ->  [B, k, S]"""
-    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.kernels.jit import jit, tl
-from headstart.kernels.sampling import sample
+from headstart.kernels.sampling import best_token, sample
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
 from headstart.kernels.sampling.philox import (
     DRAFT_NOISE,
@@ -226,6 +226,7 @@ def test_the_size_of_the_chunks_changes_no_token(kernel_device, chunk, monkeypat
     rows = keyed(3, kernel_device, torch.tensor([0.0, 1.0, 0.3]))
     expected = top_tokens_reference(logits.cpu(), 5, *[x.cpu() for x in rows])
     monkeypatch.setattr(sample, "_CHUNK", chunk)
+    monkeypatch.setattr(best_token, "CHUNKS", {3: (chunk, 4)})
     assert torch.equal(top_tokens(logits, 5, *rows).cpu(), expected)
     assert torch.equal(sample_tokens(logits, *rows).cpu(), expected[:, 0])
 
