@@ -22,6 +22,7 @@ from ...kernels.attention.attention_fold import EVERYTHING, AttentionOptions
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.linear.linear import linear, linear_parts, pack_weight
+from ...kernels.linear.linear_table import num_splits
 from ...kernels.peer_norm import PeerParts, peer_add_rms_norm
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -38,6 +39,11 @@ class Linear(NamedTuple):
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
         return linear_parts(x, self.weight, self.bias, splits=self.splits)
+
+    def features(self, start, stop):
+        """The product of some of its features, the same bits."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        return Linear(self.weight[start:stop], bias, self.splits or num_splits(*self.weight.shape))
 
     def packed(self):
         """The same with its weight in the layout that the device reads fastest, for one that never changes."""
@@ -128,22 +134,32 @@ class Attention:
 
     def __call__(self, x, forward_pass, layer_kv):
         """Writes keys and values.  x [M, K], forward_pass: ForwardPass, layer_kv [2, rows, D]  ->  parts [S, M, H]"""
-        q = rotary_kv_write(
-            self.qkv.parts(x),
+        q = self._rotated(self.qkv.parts(x), self.num_heads, forward_pass, layer_kv)  # [M, HQ, D]
+        x = forward_pass.attention.attend(q, layer_kv, self.options)
+        return self.out.parts(x.flatten(1))
+
+    def write_keys(self, x, forward_pass, layer_kv):
+        """Keys and values alone, the bits that a whole pass writes.  x [M, K], layer_kv [2, rows, D]"""
+        queries = self.num_heads * layer_kv.shape[-1]
+        parts = self.qkv.features(queries, self.qkv.shape[0]).parts(x)
+        self._rotated(parts, 0, forward_pass, layer_kv)
+
+    def _rotated(self, parts, num_heads, forward_pass, layer_kv):
+        """The rotated queries of so many heads; keys and values go into the cache.  parts [S, M, .] -> [M, num_heads, D]"""
+        return rotary_kv_write(
+            parts,
             positions=forward_pass.positions,
             cos=self.rotary.cos,
             sin=self.rotary.sin,
             cache_rows=forward_pass.cache_rows,
             layer_kv=layer_kv,
-            num_heads=self.num_heads,
+            num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
-            q_norm=self.q_norm,
+            q_norm=self.q_norm if num_heads else None,
             k_norm=self.k_norm,
             eps=self.eps,
             shared=forward_pass.shared,
-        )  # [M, HQ, D]
-        x = forward_pass.attention.attend(q, layer_kv, self.options)
-        return self.out.parts(x.flatten(1))
+        )
 
 
 @dataclass(frozen=True)

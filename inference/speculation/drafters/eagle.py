@@ -57,15 +57,24 @@ class EagleDrafter(OwnCacheDrafter):
         return embed(tokens, self.head.embed_tokens.weight).to(self.dtype)
 
     def run(self, forward_pass, source, from_target):
-        pair = torch.cat((self.embedded(forward_pass.tokens), source.to(self.dtype)), 1)  # [M, 2 H]
-        x = linear(pair, self.head.fc.weight, self.head.fc.bias)
-        _, state = self.finish(x, x, forward_pass)
+        _, state = self.finish(*self.entering(forward_pass.tokens, source, from_target), forward_pass)
         return state, state
+
+    def entering(self, tokens, source, from_target):
+        """What enters the layer.  tokens [M], source: see `run`  ->  [M, .] what q, k and v read, residual [M, H]"""
+        pair = torch.cat((self.embedded(tokens), source.to(self.dtype)), 1)  # [M, 2 H]
+        x = linear(pair, self.head.fc.weight, self.head.fc.bias)
+        return x, x
 
     def finish(self, x, residual, forward_pass):
         """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  normed, state [M, H]"""
         parts, residual = self.layer(x, residual, forward_pass, self.kv[0])
         return self.last_norm(residual, parts)
+
+    def fill(self, forward_pass, feature):
+        # A prompt leaves keys and values alone, and these are the only layer's: they need no query and no MLP.
+        x, _ = self.entering(forward_pass.tokens, feature, from_target=True)
+        self.layer.attention.write_keys(x, forward_pass, self.kv[0])
 
     def logits(self, normed):
         return self.decoder.logits(normed.to(self.decoder.dtype))

@@ -34,13 +34,16 @@ class Eagle3Drafter(EagleDrafter):
         return Norm(head.norm.weight, head.norm.eps)
 
     def run(self, forward_pass, source, from_target):
+        normed, state = self.finish(*self.entering(forward_pass.tokens, source, from_target), forward_pass)
+        return state, normed
+
+    def entering(self, tokens, source, from_target):
         layer = self.head.midlayer
         state = linear(source.to(self.dtype), self.head.fc.weight) if from_target else source
         own, other = layer.input_layernorm, layer.hidden_norm
         table = self.head.embed_tokens.weight
-        pair, normed = normed_pair(forward_pass.tokens, table, own.weight, state, other.weight, own.eps, other.eps)
-        normed, state = self.finish(pair, normed if layer.norm_before_residual else state, forward_pass)
-        return state, normed
+        pair, normed = normed_pair(tokens, table, own.weight, state, other.weight, own.eps, other.eps)
+        return pair, normed if layer.norm_before_residual else state
 
     def normed(self, state):
         return self.last_norm(state)[0]

@@ -10,12 +10,15 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.eagle3 import default_aux_layers
 from headstart.inference.llm import LLM
+from headstart.inference.models.decoder import ForwardPass
 from headstart.inference.speculation.drafters.own_cache import OwnCacheDrafter
 from headstart.inference.speculation.tree import GrowingTree
+from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.tests.inference.speculation.small_drafters import (
     ALONE,
     DEPTH,
@@ -182,6 +185,30 @@ def test_the_dynamic_tree_that_is_not_described_fits_what_drafts():
     ):
         speculative = {"model": make(name, target), "tree": "dynamic", "num_speculative_tokens": asked}
         assert LLM(target, num_gpu_blocks_override=16, speculative_config=speculative).tree == GrowingTree(*expected)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3-narrow"])
+@torch.no_grad()
+def test_a_prompt_leaves_the_keys_of_a_whole_pass(setting, name):
+    target, _ = setting
+    head = make(name, target).to(target.device)
+    llm = LLM(target, max_num_seqs=1, speculative_config={"model": head, "num_speculative_tokens": DEPTH})
+    drafter, device = llm.engine.drafter, target.device
+    generator = torch.Generator().manual_seed(3)
+    feature = torch.randn(40, head.fc.in_features, generator=generator).to(device)
+    if name == "eagle":  # which reads a token's embedding beside
+        feature = feature[:, : target.config.hidden_size]
+    rows, kept = torch.arange(40, device=device), []
+    table, committed = (torch.tensor(x, device=device) for x in ([[1]], [0]))
+    index = build_tree_index(
+        table, committed, rows, rows.expand(40, 40), drafter.kv_shape[1], drafter.dtype, is_chain=True
+    )
+    for fill in (drafter.fill, lambda *rows: drafter.run(*rows, from_target=True)):
+        drafter.kv.zero_()
+        fill(ForwardPass(rows % VOCAB, rows, PAGE + rows, index), feature)
+        kept.append(drafter.kv.clone())
+    assert kept[0].any()
+    assert torch.equal(*kept)
 
 
 @pytest.mark.parametrize("name", ["mlp", "eagle", "target"])
