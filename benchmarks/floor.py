@@ -79,6 +79,9 @@ def milliseconds(num_bytes, bandwidth, operations=0, rate=math.inf):
 class StepFloor:
     """The least seconds of decode steps, by phases that follow one another. Products of attention and of drafts are left out.
 
+    Each pass of a draft reads its weights and keys anew: of few requests they may stay in the L2, so that less than the floor is
+    possible.
+
     bandwidth: bytes per second; rate: floating-point operations per second, over time.
     """
 

@@ -79,7 +79,7 @@ def measure_workspace(engine, num_tokens):
     device, seats = engine.decoder.device, engine.seats
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
-    for count in _counts_of_rank_0(engine.decoder, num_tokens):
+    for count in _counts_of_rank_0(engine, num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
         if count <= SCORED_ROWS:  # of first tokens, of which there are any number at once, or of scored ones
@@ -87,8 +87,8 @@ def measure_workspace(engine, num_tokens):
     score_hidden(engine.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
     prefill = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
-    for filters in (NO_FILTERS, CUT):
-        engine.graphs.step(seats.on_device([seats.padding_seat] * engine.graphs.sizes[-1]), filters)
+    for filters, size in ((NO_FILTERS, 1), (NO_FILTERS, engine.graphs.sizes[-1]), (CUT, engine.graphs.sizes[-1])):
+        engine.graphs.step(seats.on_device([seats.padding_seat] * size), filters)
     step = torch.cuda.max_memory_allocated(device) - before
     _compile_the_rest(engine, hidden[:1])
     torch.cuda.synchronize(device)
@@ -107,9 +107,11 @@ def measure_workspace(engine, num_tokens):
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4
 
 
-def _counts_of_rank_0(decoder, most):
-    """Decoder.row_counts of rank 0: ranks gather in every pass, and their products may differ in shape, and so in launches."""
-    counts, ranks = decoder.row_counts(most), decoder.ranks
+def _counts_of_rank_0(engine, most):
+    """The row_counts of rank 0: ranks gather in every pass, and their products may differ in shape, and so in launches."""
+    drafter, ranks = engine.drafter, engine.decoder.ranks
+    own = drafter.row_counts(most) if drafter.keeps_keys else []
+    counts = sorted({*engine.decoder.row_counts(most), *own})
     length = int(ranks.of_first([len(counts)])[0])
     return [int(count) for count in ranks.of_first((counts + [most] * length)[:length])]
 

@@ -154,7 +154,7 @@ class PromptPasses:
 
         hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
         if self.drafter.keeps_keys:
-            self.drafter.fill(forward_pass(self.drafter.kv_shape[1]), feature)
+            self.drafter.run_dummy(forward_pass(self.drafter.kv_shape[1]), feature)
         self.decoder.logits(hidden[-1:])
         return hidden
 

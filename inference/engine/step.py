@@ -85,8 +85,8 @@ class Step:
         emitted = self.seats.advance(rows, None if keeps_keys else feature, tokens, path, num_accepted, next_token)
         if keeps_keys:
             feature = feature.view(*tokens.shape, -1)
-            on_path = feature if tree.tree.is_chain else rows_of(feature, path)
-            state = self.drafter.advance(batch, on_path, emitted, num_accepted)
+            feature = feature if tree.tree.is_chain else rows_of(feature, path)  # of the path's nodes
+            state = self.drafter.advance(batch, feature, emitted, num_accepted)
             if state is not None:
                 self.seats.feature[rows] = state
         if filters:

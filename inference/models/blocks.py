@@ -140,9 +140,12 @@ class Attention:
 
     def write_keys(self, x, forward_pass, layer_kv):
         """Keys and values alone, the bits that a whole pass writes.  x [M, K], layer_kv [2, rows, D]"""
-        queries = self.num_heads * layer_kv.shape[-1]
-        parts = self.qkv.features(queries, self.qkv.shape[0]).parts(x)
+        parts = self.features_of_keys(layer_kv.shape[-1]).parts(x)
         self._rotated(parts, 0, forward_pass, layer_kv)
+
+    def features_of_keys(self, head_dim):
+        """The Linear of keys and values alone."""
+        return self.qkv.features(self.num_heads * head_dim, self.qkv.shape[0])
 
     def _rotated(self, parts, num_heads, forward_pass, layer_kv):
         """The rotated queries of so many heads; keys and values go into the cache.  parts [S, M, .] -> [M, num_heads, D]"""

@@ -1,4 +1,4 @@
-"""The best token of every row, by its logit or by a draw: two launches, of which the second alone takes exact scores.
+"""The best token of every row, by its logit or by a draw: two launches, of which the second takes exact scores.
 
     sample.py defines the scores: logits[v] / T + G(seed, sample, position, v), T = 0: logits[v]; ties go to the lowest token
 
@@ -71,8 +71,7 @@ def _place_of_best(score, token, token_ids, i, inside):
         return tl.argmax(score, 0, tie_break_left=True)
     best = tl.max(tl.where(inside, score, float("-inf")), 0)
     is_best = inside & (score == best)
-    if token_ids is not None:  # in any order
-        is_best = is_best & (token == tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0))
+    is_best = is_best & (token == tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0))  # ids are in any order
     return tl.min(tl.where(is_best, i, 0x7FFFFFFF), 0)
 
 
@@ -114,7 +113,7 @@ def _chunk_winner(
             found = tl.sum(tl.where(near, i + CHUNK, 0), 0)
             if (found // CHUNK == 1) & (heat > 1e-30):
                 place = found - CHUNK
-            elif (best == float("-inf")) & (heat > 1e-30):  # nothing can be drawn, as where a grammar forbids a chunk
+            elif tl.max(score, 0) == float("-inf"):  # nothing can be drawn, as where a grammar forbids a chunk
                 place = _place_of_best(score, token, token_ids, i, inside)
             else:
                 again = words_of(token, token_ids, chunk * CHUNK, key, CHUNK)

@@ -8,8 +8,8 @@
     log_sum_exp     log(sum(exp(logits)))                                                      [M, V] -> fp32 [M]
 
 Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN counts as minus infinity. A drafter that ranks its own
-logits with the target's seed, sample and position gets exactly the same noise. On a GPU the vocabulary is cut into fixed chunks,
-so that one row fills the card. Sums over chunks run in the order of chunks: a row's bits never depend on other rows.
+logits with the target's seed, sample and position gets exactly the same noise. On a GPU the vocabulary is cut into chunks, so that
+one row fills the card. Sums are over fixed chunks, in their order: a row's bits never depend on other rows.
 
 Letters: M rows, V vocabulary, C chunks, W width; L distributions and I nodes of a draft, B requests.
 """

@@ -99,6 +99,14 @@ class Drafter:
         """The rows of a chunk (scheduler.Chunk) that `fill` computes.  -> (number of rows, from the first; the tokens they read)"""
         raise NotImplementedError
 
+    def run_dummy(self, forward_pass, feature):
+        """Compute M rows of no request in all ways in which a step or a prompt computes so many: it compiles the kernels."""
+        self.fill(forward_pass, feature)
+
+    def row_counts(self, most):
+        """Numbers of rows up to `most` that take launches of `fill` which the target's products do not have."""
+        return []
+
     def fill(self, forward_pass, feature):
         """Compute keys and values of prompt rows.  forward_pass: ForwardPass of M rows; feature [M, F] of the target there"""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from ....heads.layers import rope_frequencies
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear
 from ...models.blocks import Layer, Norm, Rotary
+from ...models.decoder import row_counts
 from ...models.weights import weights_of_layer
 from .own_cache import OwnCacheDrafter
 
@@ -72,9 +73,18 @@ class EagleDrafter(OwnCacheDrafter):
         return self.last_norm(residual, parts)
 
     def fill(self, forward_pass, feature):
-        # A prompt leaves keys and values alone, and these are the only layer's: they need no query and no MLP.
+        # Of a prompt only keys and values are read again, and these are the only layer's: they need no query and no MLP.
         x, _ = self.entering(forward_pass.tokens, feature, from_target=True)
         self.layer.attention.write_keys(x, forward_pass, self.kv[0])
+
+    def run_dummy(self, forward_pass, feature):
+        self.run(forward_pass, feature, from_target=True)
+        self.fill(forward_pass, feature)
+
+    def row_counts(self, most):
+        attention = self.layer.attention
+        keys = attention.features_of_keys(self.kv_shape[2])
+        return row_counts([(*keys.shape, keys.splits)], most, self.head.fc.weight.device)
 
     def logits(self, normed):
         return self.decoder.logits(normed.to(self.decoder.dtype))

@@ -39,7 +39,7 @@ class OwnCacheDrafter(SequentialDrafter):
         return state
 
     def logits(self, normed):
-        """[M, S] -> [M, V]"""
+        """[M, S] -> [M, VD]"""
         raise NotImplementedError
 
     def start(self, batch):

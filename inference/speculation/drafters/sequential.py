@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ....kernels.jit import on_triton
 from ....kernels.sampling.sample import log_sum_exp, top_tokens
 from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
 from ..draft import Draft
@@ -38,9 +39,10 @@ class SequentialDrafter(Drafter):
     def _scored(self, logits, width, is_whole=False):
         """What to draw `width` tokens from, and which tokens these scores are of: see top_tokens.
 
-        logits [n, B, VD]  ->  themselves and token_ids, or scores [n, B, V] and None: with is_whole, or if VD are too few
+        logits [n, B, VD]  ->  themselves and token_ids, or scores [n, B, V] and None: with is_whole, if VD are too few, and on the
+        CPU, where drafts share the target's rows of noise
         """
-        if self.token_ids is None or is_whole or width > len(self.token_ids):
+        if self.token_ids is None or is_whole or width > len(self.token_ids) or not on_triton(logits):
             return self.whole(logits), None
         return logits, self.token_ids
 
@@ -118,7 +120,7 @@ class SequentialDrafter(Drafter):
             # The keys of `wide` are those of a level's k B rows, repeated once for all levels.
             integers, floats = batch.integers.repeat(1, width), batch.floats.repeat(1, width)
             temperature, wide = batch.temperature, replace(batch, integers=integers, floats=floats)
-        nodes, (logits, state) = None, self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
+        nodes, (logits, state) = None, self.start(batch)  # [n, B, VD], [B, n, S], n = 1 and then the width
         for depth in range(tree.max_depth):
             scores, token_ids = self._scored(logits, width, processor is not None)
             heat = wide.temperature[: logits.shape[:2].numel()]
