@@ -79,7 +79,8 @@ def measure_workspace(engine, num_tokens):
     device, seats = engine.decoder.device, engine.seats
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
-    for count in _counts_of_rank_0(engine, num_tokens):
+    counts = {*engine.decoder.row_counts(num_tokens), *engine.drafter.row_counts(num_tokens)}
+    for count in _counts_of_rank_0(sorted(counts), engine.decoder.ranks, num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
         if count <= SCORED_ROWS:  # of first tokens, of which there are any number at once, or of scored ones
@@ -107,11 +108,8 @@ def measure_workspace(engine, num_tokens):
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4
 
 
-def _counts_of_rank_0(engine, most):
-    """The row_counts of rank 0: ranks gather in every pass, and their products may differ in shape, and so in launches."""
-    drafter, ranks = engine.drafter, engine.decoder.ranks
-    own = drafter.row_counts(most) if drafter.keeps_keys else []
-    counts = sorted({*engine.decoder.row_counts(most), *own})
+def _counts_of_rank_0(counts, ranks, most):
+    """The numbers of rows of rank 0: ranks gather in every pass, and their products may differ in shape, and so in launches."""
     length = int(ranks.of_first([len(counts)])[0])
     return [int(count) for count in ranks.of_first((counts + [most] * length)[:length])]
 

@@ -1,7 +1,6 @@
 """Ranks of a tensor-parallel group: what each holds of a decoder, and that together they compute the bits of one device."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,7 +213,7 @@ def test_ranks_are_near_one_device_where_the_ranges_are_not():
 def counts_of(ranks):
     """What a rank runs at start-up where its products have one launch more than those of rank 0, or one less."""
     own = {0: [7, 30, 64], 1: [7, 64], 2: [7, 20, 30, 64]}[ranks.rank]
-    return _counts_of_rank_0(SimpleNamespace(row_counts=lambda most: own, ranks=ranks), 64)
+    return _counts_of_rank_0(own, ranks, 64)
 
 
 def test_ranks_run_as_many_passes_at_start_up():
