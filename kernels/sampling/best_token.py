@@ -14,8 +14,8 @@ from ..jit import jit, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from .philox import NUM_PURPOSES, ROUGHNESS, chunk_words, gumbel_of_word, rough_exponential, rough_log2, token_words
 
-# Columns and warps of a program of the first launch, by the most rows. An H100, microseconds of both launches: 1 row of 128,256
-# tokens 3.8, 16 rows 10, 64 rows 25, 384 rows 116; of 32,000 tokens with ids, which take four times the words, 3.7, 5.9 and 13.
+# Columns and warps of a program of the first launch, by the most rows. On an H100 both launches take, in microseconds, for 128,256
+# tokens 3.7 (1 row), 10 (16), 24 (64) and 106 (384); for 32,000 with ids, which take four times the words, 3.7, 5.6 and 13 (64).
 CHUNKS = {128: (1024, 4), 1 << 31: (1024, 2)}
 CHUNKS_OF_IDS = {8: (512, 4), 1 << 31: (2048, 4)}
 
@@ -29,6 +29,13 @@ def key_of(score, token):
 
 
 @jit
+def score_of(key):
+    """The score of a key."""
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@jit
 def load_scores(logits, at, mask):
     """Logits in fp32, NaN as minus infinity, which stands where the mask is false."""
     score = tl.load(logits + at, mask=mask, other=float("-inf")).to(tl.float32)
@@ -36,7 +43,7 @@ def load_scores(logits, at, mask):
 
 
 @jit
-def load_keys(
+def load_noise_keys(
     row, num_keys, temperature, seed, sample, position, distributions, nodes, PURPOSE: tl.constexpr, SALT: tl.constexpr
 ):
     """The row of its logits, temperature and what keys a row's noise: (seed, sample, position, purpose).
@@ -83,7 +90,7 @@ def _chunk_winner(
     logits, token_ids, temperature, seed, sample, position, distributions, nodes, winners, size, num_chunks, num_keys,
     NOISE: tl.constexpr, PURPOSE: tl.constexpr, SALT: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The place of the best token of one chunk of one row.  -> winners int32 [M, C]
+    """The column of the best token of one chunk of one row.  -> winners int32 [M, C]
 
     With words drawn at two places the compiler draws all of them twice: they are drawn where they are used.
     """
@@ -98,7 +105,7 @@ def _chunk_winner(
         token = tl.load(token_ids + column, mask=inside, other=0x7FFFFFFF)
     source, heat = row, 0.0
     if NOISE:
-        source, heat, key = load_keys(
+        source, heat, key = load_noise_keys(
             row, num_keys, temperature, seed, sample, position, distributions, nodes, PURPOSE, SALT
         )
     score = load_scores(logits + source * size, column, inside)
@@ -147,7 +154,7 @@ def _best_winner(
         token = tl.load(token_ids + column)
     source = row
     if NOISE:
-        source, heat, key = load_keys(
+        source, heat, key = load_noise_keys(
             row, num_keys, temperature, seed, sample, position, distributions, nodes, PURPOSE, SALT
         )
     score = load_scores(logits + source * size, column, inside)
@@ -161,9 +168,7 @@ def _best_winner(
         found = tl.where((best >> 32) <= -0x7F800001, -1, found)  # the key of minus infinity
     tl.store(out + row, found)
     if scores is not None:
-        ordered = (best >> 32).to(tl.int32)
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        tl.store(scores + row, bits.to(tl.float32, bitcast=True))
+        tl.store(scores + row, score_of(best))
 
 
 def best_token(logits, rows, noise, num_keys, purpose, distributions=None, nodes=None, scores=None, token_ids=None):

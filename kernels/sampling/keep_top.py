@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ..jit import jit, on_triton, tl, triton
-from .best_token import key_of
+from .best_token import key_of, score_of
 from .lowest_key import (
     bin_of,
     collect,
@@ -34,7 +34,6 @@ from .lowest_key import (
     mass_from,
     mass_of,
     score_bin,
-    score_of,
     scores_at,
     search,
     token_of,

@@ -21,13 +21,6 @@ def scores_at(row, token, inside, heat):
 
 
 @jit
-def score_of(key):
-    """The score of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@jit
 def score_bin(score, top, BINS: tl.constexpr):
     """The bin of the histogram that a score falls into. Bin 0 has the highest scores; a higher score never has a higher bin."""
     below = tl.where(score == top, 0.0, (top - score) * (BINS / 28))  # 2^-40 is e^-27.7

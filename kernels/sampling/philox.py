@@ -115,9 +115,10 @@ def rough_log2(x):
 
 @jit
 def rough_exponential(word):
-    """-log2 u to within ROUGHNESS of it, u = (word + 1/2) / 2^32: the noise is its negative logarithm.  uint32 -> fp32
+    """-log2 u to within ROUGHNESS of it, u = (word + 1/2) / 2^32.  uint32 -> fp32
 
-    Of u above 1/2 1 - u comes from the word's complement, as fp32 would lose its last bits.
+    The noise is its negative logarithm, less a constant. Where u is above 1/2, 1 - u comes from the word's complement: fp32 would
+    lose its last bits.
     """
     complement = word ^ 0xFFFFFFFF
     x = tl.fma(tl.minimum(word, complement).to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)

@@ -17,7 +17,7 @@ Letters: M rows, V vocabulary, C chunks, W width; L distributions and I nodes of
 import torch
 
 from ..jit import jit, on_triton, tl, triton
-from .best_token import best_token, key_of, load_keys, load_scores, words_of
+from .best_token import best_token, key_of, load_noise_keys, load_scores, score_of, words_of
 from .philox import DRAFT_NOISE, NUM_PURPOSES, TARGET_NOISE, gumbel, gumbel_of_word, salted
 
 MAX_WIDTH = 64  # of top_tokens
@@ -126,7 +126,7 @@ def _chunk_best(
     if token_ids is not None:
         token = tl.load(token_ids + column, mask=inside, other=0)
     if NOISE:
-        source, heat, key = load_keys(
+        source, heat, key = load_noise_keys(
             row, num_keys, temperature, seed, sample, position, distributions, nodes, PURPOSE, SALT
         )
     score = load_scores(logits + source * size, column, inside)
@@ -152,9 +152,7 @@ def _merge_best(keys, out, scores, count, WIDTH: tl.constexpr, EMPTY: tl.constex
             token = tl.where((best >> 32) <= -0x7F800001, -1, token)  # the key of minus infinity
         tl.store(out + row * WIDTH + rank, token)
         if scores is not None:
-            ordered = (best >> 32).to(tl.int32)
-            bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-            tl.store(scores + row * WIDTH + rank, bits.to(tl.float32, bitcast=True))
+            tl.store(scores + row * WIDTH + rank, score_of(best))
         found = tl.where(found == best, lowest, found)
 
 

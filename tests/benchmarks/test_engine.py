@@ -296,11 +296,8 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
             "advance": 2 * hidden * hidden + 2 * 2 * 2 * 8 * hidden,
         },
     }
-    keys = {
-        "eagle": 3,
-        "eagle3": 3,
-        "block": 2,
-    }  # levels and the pass after the step, of one layer; a pass of two layers
+    # Of one layer the levels but the first and the pass after the step; of two layers one pass.
+    keys = {"eagle": 3, "eagle3": 3, "block": 2}
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
         assert head.draft_bytes(decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method

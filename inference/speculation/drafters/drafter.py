@@ -85,6 +85,10 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def row_counts(self, most):
+        """Numbers of rows up to `most` that take launches of `fill` which the target's products do not have."""
+        return []
+
     # --- called only if kv_shape is given ---
 
     def advance(self, batch, feature, emitted, num_accepted):
@@ -100,12 +104,8 @@ class Drafter:
         raise NotImplementedError
 
     def run_dummy(self, forward_pass, feature):
-        """Compute M rows of no request in all ways in which a step or a prompt computes so many: it compiles the kernels."""
+        """Compile the kernels of M rows, by rows of no request, as steps and prompts compute them. Arguments of `fill`."""
         self.fill(forward_pass, feature)
-
-    def row_counts(self, most):
-        """Numbers of rows up to `most` that take launches of `fill` which the target's products do not have."""
-        return []
 
     def fill(self, forward_pass, feature):
         """Compute keys and values of prompt rows.  forward_pass: ForwardPass of M rows; feature [M, F] of the target there"""
