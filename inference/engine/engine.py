@@ -267,21 +267,21 @@ class Engine:
     def _prefill(self, chunks, computed):
         """Compute chunks of known tokens, and draw the first token of each request that is done.  -> Launched
 
-        computed: hidden [T, H], feature [T, F] of all tokens, or None
+        computed: KnownOutput of all tokens, or None
         """
-        hidden, feature = computed or self.prompts.run(chunks)
+        computed = computed or self.prompts.run(chunks)
         # The seats are not read before the draw, and the device is busy meanwhile.
         rows, requests = self._write_done(chunks)
-        prompts = score_prompts(chunks, hidden, self.decoder, self.seats.on_device, to_host)
+        prompts = score_prompts(chunks, computed, self.decoder, self.seats.on_device, to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
             self.scheduler.committed_advanced(chunk.request)
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
         if not requests:
-            return hand_over("prefill", [], hidden[:0], self.seats, prompts=prompts)
-        last = self.seats.on_device(rows)
-        hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each request
+            return hand_over("prefill", [], computed.hidden[:0], self.seats, prompts=prompts)
+        ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        hidden, feature = computed.last(*map(self.seats.on_device, (rows, ended)))  # [B, H], [B, F]
         fresh, emitted, scored = self.prompts.draw_first(requests, hidden, self.options.keep_scores)
         launched = hand_over("prefill", fresh, emitted, self.seats, prompts=prompts, logits=scored)
         seats = self.seats.on_device([request.seat for request in requests])
@@ -322,8 +322,7 @@ class Engine:
         scored = dict(logits=output.logits, path=output.path) if output.scores is None else dict(logits=output.scores)
         told = dict(which=which, begin=begin, confidence=output.confidence)
         launched = hand_over("decode", requests, output.emitted[: len(requests)], self.seats, **told, **scored)
-        count = sum(chunk.count for chunk in chunks)
-        return launched, output.known and tuple(x[:count] for x in output.known)
+        return launched, output.known
 
     def _read(self, launched):
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""

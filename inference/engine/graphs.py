@@ -62,6 +62,12 @@ def prompt_sizes(decoder, most):
     return sizes
 
 
+def ends_early(decoder, drafter):
+    """Whether known tokens can stop before the last layer's MLP: nobody reads what leaves it but of each prompt's last token."""
+    reads_it = drafter.keeps_keys and (not drafter.streams or len(decoder.layers) in drafter.streams)
+    return decoder.is_packed and decoder.is_whole and not reads_it
+
+
 @contextmanager
 def _no_collection():
     """No garbage is collected inside this context: freeing the graphs of an engine breaks a capture off."""
@@ -112,6 +118,10 @@ class StepGraphs:
                 for known in sizes:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
                 self._known[size, which] = [rows[known] for known in sizes]
+            if ends_early(self.step.decoder, self.step.drafter):
+                room = self.step.decoder.new_unfinished(max(rows))
+                for step in steps:
+                    step.unfinished = room
 
     def _sizes_beside(self, nodes):
         """Numbers of batch rows of so many nodes that get graphs with known tokens: where they are few, padding costs little."""
@@ -229,7 +239,7 @@ class StepGraphs:
         return output
 
     def run_known(self, known):
-        """Run KnownRows alone.  -> hidden [T, H], feature [T, F]"""
+        """Run KnownRows alone.  -> KnownOutput"""
         graph, _, output = self._graph(0, NO_FILTERS, self.smallest, known.size)
         graph.replay()
         return output

@@ -102,17 +102,17 @@ def score_hidden(decoder, hidden, tokens, count):
     return gather_in_slices(rows_of, tokens, count)
 
 
-def score_prompts(chunks, hidden, decoder, on_device, to_host):
+def score_prompts(chunks, computed, decoder, on_device, to_host):
     """Launch the logprobs of the prompt tokens that the chunks' tokens predict, where they are wanted.  -> list of PromptPart
 
-    hidden [T, H]: of the chunks' tokens, one chunk after the other; on_device(list), to_host(tensor): copies without waiting.
+    computed: KnownOutput of the chunks' tokens, one chunk after the other; on_device(list), to_host(tensor): copies without a wait.
     """
     parts, end = [], 0
     for chunk in chunks:
         start, end, request, first = end, end + chunk.count, chunk.request, chunk.start + 1
         targets = request.prompt_token_ids[first : first + chunk.count]
         if request.wants_prompt_logprobs and targets:
-            rows = hidden[start : start + len(targets)]
+            rows = computed.of(decoder, start, start + len(targets))
             found = score_hidden(decoder, rows, on_device(targets), request.params.prompt_logprobs)
             parts.append(PromptPart(request, request.epoch, first, found.map(to_host)))
     return parts

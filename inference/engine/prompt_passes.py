@@ -7,6 +7,8 @@ the pass that verifies drafts. Rows do not depend on each other, so no way chang
 Letters: T tokens of all chunks, H hidden size, F width of the feature, M rows of a pass.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ...kernels.attention.prefill_attention import PrefillIndex, build_prefill_index
@@ -21,6 +23,25 @@ CPU_CHUNK = MAX_NODES
 MAX_CHUNKS = 16  # in a graph
 
 
+class KnownOutput(NamedTuple):
+    """What a pass gave of known tokens."""
+
+    hidden: torch.Tensor  # [T, H]; with unfinished rows [MAX_CHUNKS, H], of each chunk's last token
+    feature: torch.Tensor | None  # [T, F]; None: the hidden states
+    unfinished: object = None  # Unfinished of the T tokens; None: all are finished
+
+    def last(self, rows, chunks):
+        """Of tokens that end a chunk: rows [B] among all, chunks [B] which chunk each ends  ->  hidden [B, H], feature [B, F]"""
+        hidden = self.hidden[rows if self.unfinished is None else chunks]
+        return hidden, hidden if self.feature is None else self.feature[rows]
+
+    def of(self, decoder, start, stop):
+        """Hidden states of some tokens, which may be finished only now, before the next pass.  -> [stop - start, H]"""
+        if self.unfinished is None:
+            return self.hidden[start:stop]
+        return decoder.finish(self.unfinished.of(slice(start, stop)))
+
+
 class KnownRows:
     """`size` rows for known tokens of at most MAX_CHUNKS chunks, in buffers that a graph reads.
 
@@ -31,7 +52,7 @@ class KnownRows:
     def __init__(self, size, seats, drafter):
         self.size, self.seats, self.drafter = size, seats, drafter
         self.numbers = torch.zeros(
-            1 + drafter.keeps_keys, 4 * size + 3 * MAX_CHUNKS, dtype=torch.int64, device=seats.device
+            1 + drafter.keeps_keys, 4 * size + 4 * MAX_CHUNKS, dtype=torch.int64, device=seats.device
         )
         self.write(*[[]] * len(self.numbers))
 
@@ -39,7 +60,7 @@ class KnownRows:
         """Copy to the device without waiting for it: for each set its chunks (request, first place, tokens, first row)."""
         host = torch.zeros(self.numbers.shape, dtype=torch.int64)
         for numbers, rows in zip(host, parts):
-            tokens, positions, places, sources, seats, starts, counts = self._split(numbers)
+            tokens, positions, places, sources, seats, starts, counts, ends = self._split(numbers)
             seats.fill_(self.seats.padding_seat)
             end = 0
             for i, (request, start, known, source) in enumerate(rows):
@@ -49,14 +70,19 @@ class KnownRows:
                 tokens[some], positions[some] = torch.tensor(known), position
                 places[some] = torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE
                 sources[some] = torch.arange(source, source + len(known))
-                seats[i], starts[i], counts[i] = request.seat, start, len(known)
+                seats[i], starts[i], counts[i], ends[i] = request.seat, start, len(known), end - 1
         self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
 
     def forward_pass(self, num_kv_heads, part=0):
         """The rows of a set as a ForwardPass of `size` rows."""
-        tokens, positions, places, _, seats, starts, counts = self._split(self.numbers[part])
+        tokens, positions, places, _, seats, starts, counts, _ = self._split(self.numbers[part])
         index = PrefillIndex(self.seats.block_table[seats], starts, counts, None, num_kv_heads, self.size)
         return ForwardPass(tokens, positions, places, index)
+
+    @property
+    def ends(self):
+        """[MAX_CHUNKS] the row of each chunk's last token; 0 for chunks that are not there"""
+        return self._split(self.numbers[0])[7]
 
     def fill(self, feature):
         """Compute the drafter's own keys and values, where it has any.  feature [T, F] of the first set's rows"""
@@ -65,8 +91,8 @@ class KnownRows:
             self.drafter.fill(self.forward_pass(self.drafter.kv_shape[1], part=1), feature[sources])
 
     def _split(self, numbers):
-        """tokens, positions, places, sources [T]; seats, starts, counts [MAX_CHUNKS]"""
-        return numbers.split([self.size] * 4 + [MAX_CHUNKS] * 3)
+        """tokens, positions, places, sources [T]; seats, starts, counts, ends [MAX_CHUNKS]"""
+        return numbers.split([self.size] * 4 + [MAX_CHUNKS] * 4)
 
 
 class PromptPasses:
@@ -126,12 +152,11 @@ class PromptPasses:
     def run(self, chunks):
         """Run the target over all chunks, then compute the drafter's own keys and values of them.
 
-        chunks: list of scheduler.Chunk  ->  hidden [T, H], feature [T, F] of their tokens, one chunk after the other
+        chunks: list of scheduler.Chunk  ->  KnownOutput of their tokens, one chunk after the other
         """
         known = self.place(chunks)
         if known is not None:
-            count = sum(chunk.count for chunk in chunks)
-            return tuple(x[:count] for x in self.graphs.run_known(known))
+            return self.graphs.run_known(known)
         rows = []
         for chunk in chunks:
             known = chunk.request.known_token_ids
@@ -141,7 +166,7 @@ class PromptPasses:
         hidden, feature = torch.cat(hidden), torch.cat(feature)
         if self.drafter.keeps_keys:
             self._fill(chunks, feature)
-        return hidden, feature
+        return KnownOutput(hidden, feature)
 
     def run_dummy(self, num_tokens):
         """The same for a dummy prompt in the padding seat, with its last token's logits, to measure memory.  -> hidden [T, H]"""

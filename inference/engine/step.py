@@ -16,7 +16,11 @@ from ...kernels.attention.mixed_attention import MixedIndex
 from ...kernels.attention.tree_attention import build_tree_index
 from ..models.decoder import ForwardPass
 from ..speculation.drafters.drafter import no_draft, rows_of
+from .prompt_passes import KnownOutput
 from .target_scores import NO_FILTERS, TargetScores, draft_scores, path_tokens
+
+# So many known tokens stop before the last layer's MLP. Fewer cost little beside its weights, which a step reads for its own rows.
+EARLY_FROM = 128
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class StepOutput:
     path: torch.Tensor  # [B, D + 1] the accepted node at each depth
     logits: torch.Tensor  # [B, N, V] of the target
     scores: torch.Tensor | None  # fp32 [B, D + 1, V] scores that the path's tokens were drawn from, where they are kept
-    known: tuple | None = None  # hidden [T, H], feature [T, F] of the known tokens that were computed beside
+    known: KnownOutput | None = None  # of the known tokens that were computed beside
     confidence: torch.Tensor | None = None  # see Draft
 
 
@@ -36,8 +40,11 @@ class Step:
 
     decoder: Decoder; cache: PagedCache; seats: SeatTable; tree: TreeOnDevice; verifier: one of verifiers.py; drafter: Drafter.
     keep_scores: also give back the scores that tokens were drawn from (4 bytes per row and token); logits: a buffer [rows, V] for
-    the target's logits, shared by all graphs of an engine, or None.
+    the target's logits, shared by all graphs of an engine, or None. unfinished: Decoder.new_unfinished for known tokens, shared
+    as well; None: all known tokens go through the whole last layer.
     """
+
+    unfinished = None
 
     def __init__(self, decoder, cache, seats, *, tree, verifier, drafter, keep_scores=False, logits=None):
         self.decoder, self.cache, self.seats, self.logits = decoder, cache, seats, logits
@@ -66,11 +73,10 @@ class Step:
         if tree.max_depth:
             # An empty node is computed as if it held token 0, and accepted only where that token is right.
             tokens = tokens.clamp(min=0)
-        hidden, feature = self.forward(batch, tokens, tree, known)  # [M, H], [M, F]
+        passed, beside = self.forward(batch, tokens, tree, known), None
         if known is not None:
-            nodes = tokens.numel()
-            beside, hidden, feature = (hidden[nodes:], feature[nodes:]), hidden[:nodes], feature[:nodes]
-            known.fill(beside[1])
+            beside = self._known_output(known, passed, tokens.numel())
+        hidden, feature = (x[: tokens.numel()] for x in passed[:2])  # [M, H], [M, F]
         logits = self.decoder.logits(hidden, None if self.logits is None else self.logits[: len(hidden)])  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         on_path = path_tokens(tokens, tree) if filters and self.seats.logit_state.num_tables else None
@@ -93,16 +99,33 @@ class Step:
             self.seats.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
-        beside = None if known is None else beside
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores, beside, confidence)
 
     @torch.no_grad()
     def compute(self, known):
-        """Compute KnownRows alone.  -> hidden [T, H], feature [T, F]"""
-        forward_pass = known.forward_pass(self.cache.num_kv_heads)
-        hidden, feature = self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)
-        known.fill(feature)
-        return hidden, feature
+        """Compute KnownRows alone.  -> KnownOutput"""
+        forward_pass, target = known.forward_pass(self.cache.num_kv_heads), (self.cache.kv, self.drafter.streams)
+        if self._ends_early(known):
+            passed = self.decoder.forward_some(forward_pass, *target, known.ends)
+        else:
+            passed = self.decoder.forward(forward_pass, *target)
+        return self._known_output(known, passed, 0)
+
+    def _ends_early(self, known):
+        return known is not None and self.unfinished is not None and known.size >= EARLY_FROM
+
+    def _known_output(self, known, passed, nodes):
+        """What a pass gave of the known tokens behind its nodes; computes the drafter's keys of them.  -> KnownOutput"""
+        hidden, feature, *unfinished = passed
+        if not unfinished:
+            output = KnownOutput(hidden[nodes:], feature[nodes:])
+        else:
+            kept = self.unfinished.of(slice(known.size))
+            for room, rows in zip(kept, unfinished[0].of(slice(nodes, None))):
+                room.copy_(rows)
+            output = KnownOutput(hidden[nodes:], feature[nodes:] if self.drafter.streams else None, kept)
+        known.fill(output.feature)
+        return output
 
     def _processor(self, batch, filters):
         """The logits processor of this batch's drafts; None if its requests set only a temperature."""
@@ -111,7 +134,8 @@ class Step:
     def forward(self, batch, tokens, tree, known=None):
         """Run the target over all nodes, then over known tokens.  tokens [B, N] -> hidden [M, H], feature [M, F]
 
-        Writes the nodes' keys and values at places L + n; known: KnownRows, whose T rows follow the nodes', or None.
+        Writes the nodes' keys and values at places L + n; known: KnownRows, whose T rows follow the nodes', or None. Where there is
+        room for unfinished rows, of known tokens only the last of each chunk is finished, and Unfinished is the third result.
         """
         hk = self.cache.num_kv_heads
         index = build_tree_index(
@@ -128,4 +152,10 @@ class Step:
             prompts = known.forward_pass(hk)
             beside = prompts.tokens, prompts.positions, prompts.cache_rows
             rows, index = [torch.cat(pair) for pair in zip(rows, beside)], MixedIndex(index, prompts.attention)
-        return self.decoder.forward(ForwardPass(*rows, index), self.cache.kv, self.drafter.streams)
+        target = ForwardPass(*rows, index), self.cache.kv, self.drafter.streams
+        if not self._ends_early(known):
+            return self.decoder.forward(*target)
+        nodes = tokens.numel()
+        return self.decoder.forward_some(
+            *target, torch.cat((torch.arange(nodes, device=tokens.device), nodes + known.ends))
+        )

@@ -134,9 +134,12 @@ class Attention:
 
     def __call__(self, x, forward_pass, layer_kv):
         """Writes keys and values.  x [M, K], forward_pass: ForwardPass, layer_kv [2, rows, D]  ->  parts [S, M, H]"""
+        return self.out.parts(self.heads(x, forward_pass, layer_kv))
+
+    def heads(self, x, forward_pass, layer_kv):
+        """What the out product reads; writes keys and values.  -> [M, HQ D]"""
         q = self._rotated(self.qkv.parts(x), self.num_heads, forward_pass, layer_kv)  # [M, HQ, D]
-        x = forward_pass.attention.attend(q, layer_kv, self.options)
-        return self.out.parts(x.flatten(1))
+        return forward_pass.attention.attend(q, layer_kv, self.options).flatten(1)
 
     def write_keys(self, x, forward_pass, layer_kv):
         """Keys and values alone, the bits that a whole pass writes.  x [M, K], layer_kv [2, rows, D]"""
@@ -208,8 +211,11 @@ class Layer:
         x [M, K]: what q, k and v read; residual [M, H]; layer_kv [2, rows, D]
         ->  parts [S, M, H] that are still to be added, residual [M, H]
         """
-        parts = self.attention(x, forward_pass, layer_kv)
-        x, residual = self.post_norm(residual, parts)
+        return self.after_heads(self.attention.heads(x, forward_pass, layer_kv), residual)
+
+    def after_heads(self, heads, residual):
+        """The rest of the layer, which looks at no other row.  heads [M, HQ D], residual [M, H]  ->  parts, residual"""
+        x, residual = self.post_norm(residual, self.attention.out.parts(heads))
         return self.mlp(x), residual
 
 

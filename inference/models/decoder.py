@@ -12,6 +12,7 @@ Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,17 @@ class ForwardPass:
         object  # the index of kernels/attention/tree_attention.py or prefill_attention.py: what its `attend` looks at
     )
     shared: dict = field(default_factory=dict)  # what the CPU's first layer computed for all (rotary_kv_write)
+
+
+class Unfinished(NamedTuple):
+    """Rows before the last layer's out product and MLP: `Decoder.finish` goes on from here."""
+
+    heads: torch.Tensor  # [M, HQ D]
+    residual: torch.Tensor  # [M, H]
+
+    def of(self, rows):
+        """Some of the rows: an index of the first dimension."""
+        return Unfinished(self.heads[rows], self.residual[rows])
 
 
 @torch.inference_mode(False)  # so that any pass may add to it, whatever the mode of its thread
@@ -234,18 +246,50 @@ class Decoder:
         feature, ascending (the number of layers: after the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
         streams the feature is the hidden state
         """
-        residual = self.division.embedded(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
-        parts = None  # [S, M, H] what the previous layer adds to the residual
-        entering = []  # [M, H] the residual streams entering the layers
-        for layer, layer_kv in zip(self.layers, kv):
-            x, residual = layer.input_norm(residual, parts)
-            entering.append(residual)
-            parts, residual = layer(x, residual, batch, layer_kv)
-        x, residual = self.norm(residual, parts)
+        unfinished, entering = self._until_last_heads(batch, kv)
+        x, residual = self._finish(unfinished)
         entering.append(residual)
         if self.digest is not None:
             add_digest(self.digest, x, batch.cache_rows, PAGE)
         return x, torch.cat([entering[i] for i in streams], 1) if streams else x
+
+    def forward_some(self, batch, kv, streams, rows):
+        """As `forward`, but only some rows go through the last layer's out product and MLP.  rows [R]
+
+        ->  hidden [R, H], feature [M, A H] (without streams: [R, H]), Unfinished of all M. `streams` is of layers' inputs alone.
+        """
+        unfinished, entering = self._until_last_heads(batch, kv)
+        x, _ = self._finish(unfinished.of(rows))
+        return x, torch.cat([entering[i] for i in streams], 1) if streams else x, unfinished
+
+    def finish(self, unfinished):
+        """The hidden states of rows that `forward_some` left.  Unfinished of M rows  ->  [M, H]"""
+        return self._finish(unfinished)[0]
+
+    def new_unfinished(self, rows):
+        """Room for Unfinished of so many rows."""
+        heads = self.num_heads * self.head_dim
+        return Unfinished(
+            *(torch.zeros(rows, n, dtype=self.dtype, device=self.device) for n in (heads, self.hidden_size))
+        )
+
+    def _until_last_heads(self, batch, kv):
+        """-> Unfinished, and the residual streams [M, H] that enter the layers"""
+        residual = self.division.embedded(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
+        parts = None  # [S, M, H] what the previous layer adds to the residual
+        entering, last = [], len(self.layers) - 1
+        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv)):
+            x, residual = layer.input_norm(residual, parts)
+            entering.append(residual)
+            heads = layer.attention.heads(x, batch, layer_kv)
+            if i < last:
+                parts, residual = layer.after_heads(heads, residual)
+        return Unfinished(heads, residual), entering
+
+    def _finish(self, unfinished):
+        """-> hidden [M, H], the residual stream [M, H] after the last layer"""
+        parts, residual = self.layers[-1].after_heads(*unfinished)
+        return self.norm(residual, parts)
 
     def logits(self, hidden, out=None):
         """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""

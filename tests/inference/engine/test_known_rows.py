@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.inference.engine import step as step_module
 from headstart.inference.engine.graphs import StepGraphs
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Status
@@ -26,18 +28,29 @@ def changed_by(work, engine):
 
 
 @pytest.mark.parametrize(
-    ("device", "drafts"),
+    ("device", "drafts", "early"),
     [
-        pytest.param("cuda", 0, marks=pytest.mark.gpu),
-        pytest.param("cuda", 3, marks=pytest.mark.gpu),
-        pytest.param("cpu", 1, marks=pytest.mark.interpreter),
+        pytest.param("cuda", 0, False, marks=pytest.mark.gpu),
+        pytest.param("cuda", 0, True, marks=pytest.mark.gpu),
+        pytest.param("cuda", 3, False, marks=pytest.mark.gpu),
+        pytest.param("cuda", "eagle3", True, marks=pytest.mark.gpu),
+        pytest.param("cpu", 1, False, marks=pytest.mark.interpreter),
+        pytest.param("cpu", 0, True, marks=pytest.mark.interpreter),
+        pytest.param("cpu", "eagle3", True, marks=pytest.mark.interpreter),
     ],
 )
-def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device, drafts, monkeypatch):
+def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device, drafts, early, monkeypatch):
+    """early: beside requests, known tokens stop before the last layer's MLP, but for the last of each chunk."""
     if device == "cpu":  # the interpreter takes 10 s for it
         monkeypatch.setattr(canary, "find_fault", lambda decoder: None)
     target = copy.deepcopy(random_target).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-    speculative = {"model": target, "num_speculative_tokens": drafts} if drafts else None
+    monkeypatch.setattr(step_module, "EARLY_FROM", 12)
+    if drafts == "eagle3":  # which reads what enters layers, of all known tokens
+        head = Eagle3(Eagle3Config.for_target(target.config, aux_layer_ids=(0, 1))).to(device, target.dtype)
+        head.take_embedding(target.model.embed_tokens.weight)
+        speculative = {"model": head, "num_speculative_tokens": 2}
+    else:
+        speculative = {"model": target, "num_speculative_tokens": drafts} if drafts else None
     llm = LLM(target, max_num_seqs=3, enforce_eager=True, enable_prefix_caching=False, speculative_config=speculative)
     engine, step = llm.engine, llm.engine.graphs.step
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
@@ -57,11 +70,20 @@ def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device
 
     def apart():
         output = step(seats)
-        return output.emitted, output.logits, *(x[:count] for x in step.compute(known))
+        return output.emitted, output.logits, *given(step.compute(known))
 
     def together():
+        step.unfinished = engine.decoder.new_unfinished(12) if early else None
         output = step(seats, known=known)
-        return output.emitted, output.logits, *(x[:count] for x in output.known)
+        found = output.emitted, output.logits, *given(output.known)
+        step.unfinished = None
+        return found
+
+    def given(known):
+        """All hidden states, then what the chunks' last tokens leave."""
+        assert (known.unfinished is not None) == (step.unfinished is not None)
+        last = known.last(*(torch.tensor(x, device=device) for x in ([4, 7], [0, 1])))
+        return known.of(engine.decoder, 0, count), *last
 
     (found, after), (expected, after_both) = changed_by(together, engine), changed_by(apart, engine)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
