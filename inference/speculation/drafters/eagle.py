@@ -67,10 +67,15 @@ class EagleDrafter(OwnCacheDrafter):
         x = linear(pair, self.head.fc.weight, self.head.fc.bias)
         return x, x
 
-    def finish(self, x, residual, forward_pass):
-        """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  normed, state [M, H]"""
-        parts, residual = self.layer(x, residual, forward_pass, self.kv[0])
+    def finish(self, x, residual, forward_pass, rows=slice(None)):
+        """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  normed, state [M, H], of some rows if they are given"""
+        heads = self.layer.attention.heads(x, forward_pass, self.kv[0])
+        parts, residual = self.layer.after_heads(heads[rows], residual[rows])
         return self.last_norm(residual, parts)
+
+    def newest(self, forward_pass, source, rows):
+        # Of the emitted tokens only the newest one's state is read: the others need keys and values.
+        return self.finish(*self.entering(forward_pass.tokens, source, True), forward_pass, rows)[1]
 
     def fill(self, forward_pass, feature):
         # Of a prompt only keys and values are read again, and these are the only layer's: they need no query and no MLP.

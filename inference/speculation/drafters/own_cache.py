@@ -11,7 +11,6 @@ import torch
 
 from ....kernels.attention.tree_attention import build_tree_index
 from ...models.decoder import ForwardPass
-from .drafter import rows_of
 from .sequential import SequentialDrafter
 
 
@@ -34,6 +33,10 @@ class OwnCacheDrafter(SequentialDrafter):
         """
         raise NotImplementedError
 
+    def newest(self, forward_pass, source, rows):
+        """As `run` on features of the target, where only some rows' states are read.  rows [R] -> states [R, S]"""
+        return self.run(forward_pass, source, from_target=True)[0][rows]
+
     def normed(self, state):
         """What `logits` reads of states.  [M, S] -> [M, S]"""
         return state
@@ -47,7 +50,9 @@ class OwnCacheDrafter(SequentialDrafter):
 
     def expand(self, batch, level, tokens, state):
         shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors, is_chain=level.is_chain)
-        state, normed = self._run_tree(batch, tokens, state, from_target=False, **shape)
+        forward_pass = self._forward_pass(batch, tokens, from_target=False, **shape)
+        found = self.run(forward_pass, state.flatten(0, 1), from_target=False)
+        state, normed = (x.view(*tokens.shape, -1) for x in found)
         by_node = normed.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
@@ -55,14 +60,15 @@ class OwnCacheDrafter(SequentialDrafter):
         depths = torch.arange(feature.shape[1], device=feature.device)
         shape = dict(first=0, depths=depths, ancestors=depths.expand(len(depths), -1))
         # Rows after the newest token lie after the committed ones: they are overwritten before they are read.
-        state, _ = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, is_chain=True, **shape)
-        return rows_of(state, num_accepted[:, None])[:, 0]
+        forward_pass = self._forward_pass(batch, emitted[:, 1:], from_target=True, is_chain=True, **shape)
+        newest = torch.arange(0, emitted[:, 1:].numel(), len(depths), device=feature.device) + num_accepted
+        return self.newest(forward_pass, feature.flatten(0, 1), newest)
 
-    def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors, is_chain=False):
-        """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
+    def _forward_pass(self, batch, tokens, *, from_target, first, depths, ancestors, is_chain=False):
+        """Rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
 
-        tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them; is_chain: the rows, and those written
-        before them, are a chain  ->  two [B, n, S], see `run`
+        tokens [B, n]; depths and ancestors as build_tree_index takes them; is_chain: the rows, and those written before them, are a
+        chain
         """
         heads, dtype = self.kv_shape[1], self.kv_shape[3]
         below = batch.committed + self.shift if self.shift else batch.committed  # [B]
@@ -78,11 +84,9 @@ class OwnCacheDrafter(SequentialDrafter):
             below, depths = positions[:, 0].contiguous(), ancestors[0]
         shape = dict(num_kv_heads=heads, dtype=dtype, is_chain=is_chain)
         index = build_tree_index(batch.block_table, below, depths, ancestors, **shape)
-        forward_pass = ForwardPass(
+        return ForwardPass(
             tokens=tokens.flatten(), positions=positions.flatten(), cache_rows=places.flatten(), attention=index
         )
-        found = self.run(forward_pass, source.flatten(0, 1), from_target)
-        return [x.view(*tokens.shape, -1) for x in found]
 
     def fill(self, forward_pass, feature):
         self.run(forward_pass, feature, from_target=True)
