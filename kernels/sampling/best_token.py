@@ -15,8 +15,9 @@ from ..overlap import await_previous, overlap, release_next
 from .philox import NUM_PURPOSES, ROUGHNESS, chunk_words, gumbel_of_word, rough_exponential, rough_log2, token_words
 
 # Columns and warps of a program of the first launch, by the most rows. On an H100 both launches take, in microseconds, for 128,256
-# tokens 3.7 (1 row), 10 (16), 24 (64) and 106 (384); for 32,000 with ids, which take four times the words, 3.7, 5.6 and 13 (64).
-CHUNKS = {128: (1024, 4), 1 << 31: (1024, 2)}
+# tokens 3.7 (1 row), 10 (16), 21 (64) and 103 (384), greedily 2.6, 8.9 and 52 (1, 64, 384); for 32,000 with ids, which take four
+# times the words, 3.7, 5.6 and 13 (64).
+CHUNKS = {32: (1024, 4), 1 << 31: (2048, 4)}
 CHUNKS_OF_IDS = {8: (512, 4), 1 << 31: (2048, 4)}
 
 
@@ -74,11 +75,9 @@ def words_of(tokens, token_ids, start, key, COUNT: tl.constexpr):
 @jit
 def _place_of_best(score, token, token_ids, i, inside):
     """The place i of the highest score, of the lowest token among equals."""
-    if token_ids is None:
-        return tl.argmax(score, 0, tie_break_left=True)
-    best = tl.max(tl.where(inside, score, float("-inf")), 0)
-    is_best = inside & (score == best)
-    is_best = is_best & (token == tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0))  # ids are in any order
+    is_best = inside & (score == tl.max(score, 0))
+    if token_ids is not None:  # ids are in any order
+        is_best = is_best & (token == tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0))
     return tl.min(tl.where(is_best, i, 0x7FFFFFFF), 0)
 
 
