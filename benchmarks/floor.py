@@ -89,14 +89,16 @@ class StepFloor:
     bandwidth: float
     rate: float
 
-    def of(self, steps, rows, context, head=None, depth=0):
+    def of(self, steps, rows, context, head=None, depth=0, saved=None):
         """{"floor_products", "floor_keys", "floor_drafts"} of so many steps.
 
-        rows: nodes of all requests and steps; context: committed tokens of all requests, read in all steps; head, depth: of drafts
+        rows: nodes of all requests and steps; context: committed tokens of all requests, read in all steps; head, depth: of drafts;
+        saved: Drafter.saved_bytes of who drafts
         """
         weights, size = weight_bytes(self.decoder, rows / steps), self.decoder.dtype.itemsize
         multiplied = weight_bytes(self.decoder, 1)  # by each row: its own experts alone
         parts = {} if head is None else head.draft_bytes(self.decoder.lm_head.nbytes)
+        parts = {part: size - (saved or {}).get(part, 0) for part, size in parts.items()}
         drafts = steps * (parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0))
         drafts += 0 if head is None else head.draft_key_bytes(depth) * context
         return {

@@ -53,6 +53,7 @@ NOTES = {
     "load_format": "`auto` or `dummy`",
     "tensor_parallel_size": "processes on one host",
     "draft_tensor_parallel_size": "1 or `tensor_parallel_size`, of a head's own lm_heads; if not given, by their size",
+    "quantization": "`fp8` rounds weights of a head's drafts; the target's are not quantised",
     "trust_remote_code": "code is run only for model types that transformers does not know, and a warning says so",
     "use_tqdm": "False if not given",
     "get_default_sampling_params": "of the model's generation config; `generate` without parameters takes `SamplingParams()`",

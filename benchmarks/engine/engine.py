@@ -4,7 +4,8 @@ Drafts come from a random head of any method, and the verifier `synthetic` accep
 are those of the engine with a head of this acceptance, and the outputs mean nothing. Plain decoding is measured too. The rate is
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
 the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. The text after a line says
-which kernels take the graph's time. With `text` every line is measured again with what costs the host most: stop strings, and the
+which kernels take the graph's time. With `draft_quantization` the head also drafts with rounded weights.
+With `text` every line is measured again with what costs the host most: stop strings, and the
 log-probabilities of TEXT_LOGPROBS tokens.
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
@@ -76,6 +77,7 @@ class EngineSettings:
     lm_head: str = "own"
     tree: str = "chain"
     adaptive: bool = False  # also measure with the engine choosing the depth of every step
+    draft_quantization: str | None = None  # also measure with the head's weights rounded so
     prompt_tokens: int = 1000
     new_tokens: int = 256
     text: bool = False  # also measure with stop strings and log-probabilities
@@ -86,6 +88,13 @@ def word_tokenizer(vocab_size):
     """A tokenizer of `vocab_size` words, for shapes without one: random tokens have a text, and growing it takes its time."""
     backend = Tokenizer(models.WordLevel({f"word{i} ": i for i in range(vocab_size)}, unk_token="word0 "))
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def ways_of_drafting(settings):
+    """[(what a line's name says, keys of the speculative_config)] of a head, the plain way first."""
+    rounded = settings.draft_quantization
+    found = [("", {}), (f", {rounded}", {"quantization": rounded})] if rounded else [("", {})]
+    return found + [(f", adaptive{way}", asked | {"adaptive": True}) for way, asked in found if settings.adaptive]
 
 
 def num_steps_by_depth(plan):
@@ -153,10 +162,8 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
         name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
         for acceptance in settings.acceptance:
-            bench.measure_draft(name, speculative | {"acceptance_length": acceptance})
-            if settings.adaptive:
-                asked = {"acceptance_length": acceptance, "adaptive": True}
-                bench.measure_draft(f"{name}, adaptive", speculative | asked)
+            for way, asked in ways_of_drafting(settings):
+                bench.measure_draft(name + way, speculative | {"acceptance_length": acceptance} | asked)
     return report.finish()
 
 
@@ -242,7 +249,8 @@ class EngineBench:
             return {}
         rows, context = batch * llm.tree.num_nodes, batch * (settings.prompt_tokens + settings.new_tokens // 2)
         head = speculative and speculative["model"]
-        parts = self.floor.of(1, rows, context, head, settings.num_speculative_tokens)
+        depth, saved = settings.num_speculative_tokens, llm.engine.drafter.saved_bytes
+        parts = self.floor.of(1, rows, context, head, depth, saved)
         milliseconds = {name: seconds * 1e3 for name, seconds in parts.items()}
         floor = sum(milliseconds.values())
         found = milliseconds | {

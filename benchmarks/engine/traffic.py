@@ -38,6 +38,7 @@ from ...kernels.jit import triton
 from ..floor import StepFloor, copy_bandwidth, product_rate, weight_bytes
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
+from .engine import ways_of_drafting
 from .startup import FIRST_TOKENS, first_tokens_ms
 
 THROUGHPUT = {
@@ -91,6 +92,7 @@ class TrafficSettings:
     stall_requests: int = 256
     first_prompt: int = 1000
     adaptive: bool = False  # also measure with the engine choosing the depth of every step
+    draft_quantization: str | None = None  # also measure with the head's weights rounded so
 
 
 def bench_traffic(settings, device, dtype, command, output=None, commit=None):
@@ -122,9 +124,9 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
     drafts = {"plain": None}
     if speculative is not None:
         speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth)
-        drafts[f"{settings.head} chain of {depth}"] = speculative
-        if settings.adaptive:
-            drafts[f"{settings.head}, adaptive"] = speculative | {"adaptive": True}
+        for way, asked in ways_of_drafting(settings):
+            name = settings.head if "adaptive" in asked else f"{settings.head} chain of {depth}"
+            drafts[name + way] = speculative | asked
     rates = copy_bandwidth(base.device), product_rate(base.device, dtype, lasting=True)
     bench = TrafficBench(settings, report, base, *rates)
     for draft, speculative in drafts.items():
@@ -223,7 +225,7 @@ class TrafficBench:
         num_prompt, num_new = map(sum, zip(*lengths))
         floor = {"floor": None}  # unknown where the depth of drafts changes
         if not llm.engine.plan.measures:
-            floor = self.floor(lengths, num_steps, llm.tree.num_nodes, speculative)
+            floor = self.floor(lengths, num_steps, llm.tree.num_nodes, speculative, llm.engine.drafter.saved_bytes)
         row = {
             "draft": draft,
             "tokens_per_second": num_new / seconds,
@@ -245,17 +247,17 @@ class TrafficBench:
         prompts = random_requests(self.vocab_size, "first token", FIRST_TOKENS, length, (1, 1))[0]
         return statistics.median(first_tokens_ms(llm, prompts))
 
-    def floor(self, lengths, num_steps, nodes, speculative):
+    def floor(self, lengths, num_steps, nodes, speculative, saved=None):
         """Seconds that the run takes at least: {"floor", and its parts}. See the module.
 
-        lengths: (prompt, output) tokens of each request; num_steps: its decode steps; nodes: of the tree.
+        lengths: (prompt, output) tokens of each request; num_steps: its decode steps; nodes: of the tree; saved: see StepFloor.
         """
         decoder, settings = self.decoder, self.settings
         num_passes = max(-(-sum(num_steps) // settings.seats), max(num_steps))
         context = sum(round(steps * (prompt + new / 2)) for steps, (prompt, new) in zip(num_steps, lengths))
         head = speculative and speculative["model"]
         parts = StepFloor(decoder, self.bandwidth, self.rate).of(
-            num_passes, nodes * sum(num_steps), context, head, settings.num_speculative_tokens
+            num_passes, nodes * sum(num_steps), context, head, settings.num_speculative_tokens, saved
         )
         layers = weight_bytes(decoder, 1) - decoder.lm_head.nbytes
         read = layers * sum(prompt for prompt, _ in lengths) + decoder.lm_head.nbytes * len(lengths)

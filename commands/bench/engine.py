@@ -32,6 +32,9 @@ def add_options(parser):
     parser.add_argument(
         "--adaptive", action="store_true", help="also measure with the engine choosing the depth of every step's drafts"
     )
+    parser.add_argument(
+        "--draft-quantization", choices=["fp8"], help="also measure with the head's weights rounded to 8 bits"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     parser.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
     parser.add_argument(
@@ -47,7 +50,7 @@ def run(arguments):
     from ...benchmarks.engine.engine import EngineSettings, bench_engine
 
     drafts = arguments.head != "none"
-    for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens", "adaptive"):
+    for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens", "adaptive", "draft_quantization"):
         given = getattr(arguments, option)
         if given is not None and given is not False and not drafts:
             raise ValueError(f"--{option.replace('_', '-')} {given} says how heads draft, and --head none has none")
@@ -63,6 +66,7 @@ def run(arguments):
         lm_head=arguments.lm_head or "own",
         tree=arguments.tree or "chain",
         adaptive=arguments.adaptive,
+        draft_quantization=arguments.draft_quantization,
         prompt_tokens=at_least_one("--prompt-tokens", arguments.prompt_tokens),
         new_tokens=at_least_one("--new-tokens", arguments.new_tokens),
         text=arguments.text,

@@ -28,6 +28,9 @@ def add_options(parser):
     parser.add_argument(
         "--adaptive", action="store_true", help="also measure with the engine choosing the depth of every step's drafts"
     )
+    parser.add_argument(
+        "--draft-quantization", choices=["fp8"], help="also measure with the head's weights rounded to 8 bits"
+    )
     parser.add_argument("--requests", type=int, default=256, help="requests handed in at once (default 256)")
     parser.add_argument(
         "--prompts", default="100-2000", help="shortest and longest prompt in tokens (default 100-2000)"
@@ -50,7 +53,7 @@ def add_options(parser):
 def run(arguments):
     from ...benchmarks.engine.traffic import TrafficSettings, bench_traffic
 
-    for option in ("acceptance", "num_speculative_tokens", "adaptive"):
+    for option in ("acceptance", "num_speculative_tokens", "adaptive", "draft_quantization"):
         given = getattr(arguments, option)
         if given not in (None, False) and arguments.head is None:
             said = option.replace("_", "-") + ("" if given is True else f" {given}")
@@ -72,6 +75,7 @@ def run(arguments):
         stall_requests=at_least_one("--stall-requests", arguments.stall_requests),
         first_prompt=at_least_one("--first-prompt", arguments.first_prompt),
         adaptive=arguments.adaptive,
+        draft_quantization=arguments.draft_quantization,
     )
     bench_traffic(settings, **measurement(arguments))
 

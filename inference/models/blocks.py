@@ -20,6 +20,8 @@ import torch
 
 from ...kernels.attention.attention_fold import EVERYTHING, AttentionOptions
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
+from ...kernels.jit import on_triton
+from ...kernels.linear.float8_linear import Float8Weight, float8_gate_up_silu, float8_parts
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.linear.linear import linear, linear_parts, pack_weight
 from ...kernels.linear.linear_table import num_splits
@@ -40,6 +42,10 @@ class Linear(NamedTuple):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
         return linear_parts(x, self.weight, self.bias, splits=self.splits)
 
+    def gated(self, x):
+        """silu of the first half of the features times the second half.  x [M, K] -> [M, N / 2]"""
+        return gate_up_silu(x, self.weight, self.bias, splits=self.splits)
+
     def features(self, start, stop):
         """The product of some of its features, the same bits."""
         bias = None if self.bias is None else self.bias[start:stop]
@@ -48,6 +54,11 @@ class Linear(NamedTuple):
     def packed(self):
         """The same with its weight in the layout that the device reads fastest, for one that never changes."""
         return self._replace(weight=pack_weight(self.weight))
+
+    def in_8_bits(self):
+        """The same with its weight rounded to 8 bits: on a GPU a Float8Linear, elsewhere a Linear of the rounded values."""
+        weight = in_8_bits(self.weight)
+        return Float8Linear(weight, self.bias) if isinstance(weight, Float8Weight) else Linear(weight, self.bias)
 
     @property
     def shape(self):
@@ -58,6 +69,34 @@ class Linear(NamedTuple):
     def nbytes(self):
         """Bytes of the weight."""
         return self.weight.nbytes
+
+
+class Float8Linear(NamedTuple):
+    """A product with a weight of 8 bits, of a drafter."""
+
+    weight: Float8Weight  # [N, K]
+    bias: torch.Tensor | None = None  # [N]
+
+    in_pairs = False
+
+    def parts(self, x):
+        """See Linear."""
+        return float8_parts(x, self.weight, self.bias)
+
+    def gated(self, x):
+        """See Linear."""
+        return float8_gate_up_silu(x, self.weight, self.bias)
+
+    @property
+    def nbytes(self):
+        """Bytes of codes and scales."""
+        return self.weight.nbytes
+
+
+def in_8_bits(weight):
+    """A weight [N, K] rounded to 8 bits: a Float8Weight on a GPU; elsewhere, where no bytes are saved, its values in its dtype."""
+    rounded = Float8Weight.of(weight)
+    return rounded if on_triton(weight) else rounded.widened(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -177,8 +216,16 @@ class GatedMLP:
 
     def __call__(self, x):
         """x [M, H] -> parts [S, M, H]"""
-        up = self.gate_up
-        return self.down.parts(gate_up_silu(x, up.weight, up.bias, splits=up.splits))
+        return self.down.parts(self.gate_up.gated(x))
+
+    def in_8_bits(self):
+        """The same with weights of 8 bits."""
+        return GatedMLP(self.gate_up.in_8_bits(), self.down.in_8_bits())
+
+    @property
+    def nbytes(self):
+        """Bytes of the weights."""
+        return self.gate_up.nbytes + self.down.nbytes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ DRAFT_SAMPLE_METHODS = {name: name for name in DRAFT_SAMPLING} | {"probabilistic
 # Keys of vLLM's speculative_config that are not ours.
 SPECULATIVE = (
     Theirs("max_model_len", (None,), "the drafter has the LLM's max_model_len: leave it out"),
-    Theirs("quantization", (None,), "weights are not quantised: give the drafter in bfloat16 or float16"),
     Theirs("code_revision", (None,), "no code of a drafter is run: leave it out"),
     Theirs("draft_load_config", (None,), "weights are read in one way: leave it out"),
     Theirs("enforce_eager", (None, False), "give enforce_eager to the LLM"),
@@ -58,6 +57,7 @@ class SpeculativeOptions:
     adaptive: bool = False
     num_speculative_tokens_per_batch_size: dict | None = None
     draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
 
     @classmethod
     def parse(cls, config):
@@ -108,6 +108,16 @@ class SpeculativeOptions:
         ranks = self.draft_tensor_parallel_size
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise ValueError(f"draft_tensor_parallel_size must be a whole number of at least 1, got {ranks!r}")
+        if self.quantization not in (None, "fp8"):
+            raise ValueError(
+                "speculative_config['quantization'] must be 'fp8', which rounds the weights that drafts read most, or None, got "
+                f"{self.quantization!r}"
+            )
+        if self.quantization and ranks not in (None, 1):
+            raise ValueError(
+                f"quantization={self.quantization!r} keeps lm_heads whole on each rank: leave out "
+                f"draft_tensor_parallel_size={ranks}"
+            )
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"speculative_config['adaptive'] must be True or False, got {self.adaptive!r}")
         if self.adaptive and self.num_speculative_tokens_per_batch_size is not None:

@@ -4,6 +4,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ...heads.checkpoint import check_head_fits, find_head, load_head, resolve_head
@@ -13,6 +14,7 @@ from ...heads.head import Head
 from ..models.support import check_supported
 from ..models.target_source import load_decoder, target_config
 from .drafters.draft_model import DraftModelDrafter
+from .drafters.drafter import Drafter
 from .drafters.lm_heads import LMHeads
 from .drafters.ngram import NgramDrafter
 from .options import is_config, name_of
@@ -49,14 +51,20 @@ class Proposer:
 class HeadProposer(Proposer):
     """A head of any family. source: as the user named it. A module is used in place; weights read go to the target's device.
 
-    ranks_asked: draft_tensor_parallel_size
+    ranks_asked: draft_tensor_parallel_size; quantization: None or "fp8"
     """
 
-    def __init__(self, head, source, ranks_asked=None):
+    def __init__(self, head, source, ranks_asked=None, quantization=None):
         self.head, self.source, self.family, self.ranks_asked = head, source, family_of(head), ranks_asked
+        self.quantization = quantization
         self.method = self.family.key
         self.depth = head.num_speculative_tokens
         self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
+
+    @property
+    def make_drafter(self):
+        """The Drafter of the family, or what makes one."""
+        return import_module(f"..drafters.{self.method}", __name__).DRAFTER
 
     def check_tree(self, tree):
         most = self.head.max_candidates
@@ -91,7 +99,14 @@ class HeadProposer(Proposer):
             raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
         if head.needs_embedding or head.embedding_is_targets:  # an earlier engine may have had another target
             head.take_embedding(decoder.whole_embedding())
-        drafter = import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
+        drafter = self.make_drafter(head, decoder, tree.max_depth, sampling)
+        if self.quantization:
+            if decoder.device.type == "cuda" and drafter.dtype not in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"quantization={self.quantization!r} takes a head in bfloat16 or float16 on a GPU, got {drafter.dtype}"
+                )
+            drafter.quantise(release=head is not self.source)
+            return drafter
         if head is not self.source:
             drafter.freeze()
         if decoder.ranks.size > 1:
@@ -145,6 +160,11 @@ def find_proposer(options, target):
         raise ValueError(
             f"draft_tensor_parallel_size={ranks} divides lm_heads of heads, and every rank holds a draft model whole: leave it out"
         )
+    if options.quantization and (method in ("ngram", "draft_model") or (method is None and is_draft_model(model))):
+        raise ValueError(
+            f"quantization={options.quantization!r} rounds weights of heads, and the method {method or 'draft_model'!r} has none: "
+            "leave it out"
+        )
     if method == "ngram":
         return NgramProposer(*options.lookup_range)
     text = target.get_text_config()
@@ -166,10 +186,15 @@ def find_proposer(options, target):
         raise ValueError(
             f"speculative_config['model'] must be a head ({known}) or a loaded *ForCausalLM, got a {type(model).__name__} module"
         )
-    proposer = HeadProposer(model if isinstance(model, Head) else load_head(model), model, ranks)
+    head = model if isinstance(model, Head) else load_head(model)
+    proposer = HeadProposer(head, model, ranks, options.quantization)
     if method not in (None, proposer.method):
         raise ValueError(
             f"speculative_config says method={method!r}, but {name_of(model)} is a head of the method {proposer.method!r}"
+        )
+    if options.quantization and getattr(proposer.make_drafter, "quantise", Drafter.quantise) is Drafter.quantise:
+        raise ValueError(
+            f"quantization={options.quantization!r} is not there for heads of the method {proposer.method!r}: leave it out"
         )
     check_head_fits(proposer.head, target)
     proposer.head.take_depth(text.num_hidden_layers)

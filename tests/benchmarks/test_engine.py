@@ -9,6 +9,7 @@ from transformers import MixtralConfig, OPTConfig
 
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
+from headstart.benchmarks.engine.engine import EngineSettings, ways_of_drafting
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
 from headstart.cli import main
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
@@ -115,6 +116,17 @@ def test_floor_counts_every_weight_and_every_key_once(shape):
     assert floor.kv_bytes(decoder, 3, 10) == 3 * 10 * 2 * 2 * kv_heads * dim * 4
 
 
+def test_a_head_drafts_in_each_way_that_is_asked_for():
+    ways = dict(ways_of_drafting(EngineSettings("", adaptive=True, draft_quantization="fp8")))
+    assert ways == {
+        "": {},
+        ", fp8": {"quantization": "fp8"},
+        ", adaptive": {"adaptive": True},
+        ", adaptive, fp8": {"quantization": "fp8", "adaptive": True},
+    }
+    assert ways_of_drafting(EngineSettings("")) == [("", {})]
+
+
 def test_floor_of_steps_takes_products_or_bytes_whichever_take_longer(shape):
     decoder = random_decoder(shape, "cpu", torch.float32, 128)
     head = random_heads.empty_head("medusa", config_of_shape(shape), 3)
@@ -123,6 +135,8 @@ def test_floor_of_steps_takes_products_or_bytes_whichever_take_longer(shape):
     assert few["floor_products"] == pytest.approx(2 * weights / 1e6)
     assert few["floor_keys"] == pytest.approx(floor.kv_bytes(decoder, 3, 10) / 1e6)
     assert few["floor_drafts"] == pytest.approx(2 * sum(parts.values()) / 1e6), "Medusa has no level of its own"
+    saved = floor.StepFloor(decoder, 1e6, 1e12).of(2, 6, 30, head, 3, {"first": 1000})
+    assert few["floor_drafts"] - saved["floor_drafts"] == pytest.approx(2 * 1000 / 1e6)
     many = floor.StepFloor(decoder, 1e6, 1e6).of(2, 6, 30)
     assert many["floor_products"] == pytest.approx(max(2 * weights, 2 * 6 * weights / 4) / 1e6)
     assert many["floor_drafts"] == 0

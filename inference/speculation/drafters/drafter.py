@@ -7,6 +7,8 @@ values (`kv_shape`), in pages of the same numbers as the target's.
 Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S of the state, V vocabulary, VD that of drafts.
 """
 
+from typing import ClassVar
+
 from ....kernels.speculation.draft_logits import places_of, whole_logits
 from ..draft import Draft
 
@@ -21,6 +23,12 @@ def rows_of(x, chosen):
     return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))
 
 
+def free_weights(modules):
+    """Free the weights of modules that nobody multiplies by any more."""
+    for module in modules:
+        module.weight.data = module.weight.data.new_empty(0)
+
+
 class Drafter:
     """Defaults of a drafter that keeps the target's last hidden state and nothing else.
 
@@ -33,6 +41,7 @@ class Drafter:
     autoregressive: whether a token's distribution depends on the tokens drafted before it
     max_candidates: the most tokens after a node that it has scores for; None: all of them
     num_speculative_tokens: depth of its drafts
+    saved_bytes: how many bytes fewer the parts of Head.draft_bytes read than in the head's dtype, once weights are `quantise`d
     token_ids: int32 [VD], the tokens of its draft vocabulary, if it has one; None: all, VD = V
     """
 
@@ -44,6 +53,7 @@ class Drafter:
     lookahead = 0
     extra_places = 0
     tells_confidence = False
+    saved_bytes: ClassVar = {}
 
     @property
     def keeps_keys(self):
@@ -63,6 +73,13 @@ class Drafter:
 
     def freeze(self):
         """Told that its weights will not change any more: it may lay them out anew."""
+
+    def quantise(self, release):
+        """Told to round the weights that its drafts read most of to 8 bits, once, before its first draft: see in_8_bits.
+
+        release: nobody else has the head's module, whose own weights of these may be freed
+        """
+        raise NotImplementedError
 
     def place_lm_heads(self, lm_heads):
         """Told, on several ranks, how its own lm_heads are multiplied.  lm_heads: LMHeads"""

@@ -6,14 +6,18 @@ after it. The head's formulas: heads/eagle.py; here it runs on the engine's kern
 Letters: M rows, H hidden size of the head, F width of the target's feature, V the target's vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ....heads.layers import rope_frequencies
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear
-from ...models.blocks import Layer, Norm, Rotary
+from ...models.blocks import Layer, Norm, Rotary, widened
 from ...models.decoder import row_counts
 from ...models.weights import weights_of_layer
+from .drafter import free_weights
+from .lm_heads import WholeLMHead
 from .own_cache import OwnCacheDrafter
 
 
@@ -26,6 +30,7 @@ class EagleDrafter(OwnCacheDrafter):
     """
 
     lookahead = 1
+    lm_head = None  # one of lm_heads.py; None: the target's
 
     def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
         super().__init__(sampling)
@@ -44,6 +49,25 @@ class EagleDrafter(OwnCacheDrafter):
             eps=config.rms_norm_eps,
         )
         self.last_norm = self._last_norm(head)
+
+    def quantise(self, release):
+        """Round the out product, the MLP and the lm_head. Prompts read the other products, too: these stay."""
+        layer, lm_head = self.layer, self._whole_lm_head()
+        out, mlp = layer.attention.out.in_8_bits(), layer.mlp.in_8_bits()
+        self.layer = replace(layer, attention=replace(layer.attention, out=out), mlp=mlp)
+        saved, scored = layer.attention.out.nbytes + layer.mlp.nbytes - out.nbytes - mlp.nbytes, 0
+        if lm_head is not None:
+            self.lm_head = lm_head.in_8_bits()
+            scored = lm_head.weight.nbytes - self.lm_head.weight.nbytes
+        self.saved_bytes = {"first": scored, "level": saved + scored, "advance": saved}
+        if release:
+            module = self._layer_of(self.head)
+            free_weights([module.self_attn.o_proj, module.mlp.gate_proj, module.mlp.up_proj, module.mlp.down_proj])
+
+    def _whole_lm_head(self):
+        """The lm_head to round: a copy of the target's, where it is a plain product of this rank."""
+        decoder = self.decoder
+        return WholeLMHead(decoder.lm_head) if decoder.is_packed and decoder.is_whole else None
 
     def _layer_of(self, head):
         return head.layers[0]
@@ -92,7 +116,11 @@ class EagleDrafter(OwnCacheDrafter):
         return row_counts([(*keys.shape, keys.splits)], most, self.head.fc.weight.device)
 
     def logits(self, normed):
-        return self.decoder.logits(normed.to(self.decoder.dtype))
+        normed = normed.to(self.decoder.dtype)
+        if self.lm_head is None:
+            return self.decoder.logits(normed)
+        logits, divisor = self.lm_head.product(normed), self.decoder.logits_divisor
+        return widened(logits if divisor == 1 else logits / divisor)
 
     def prompt_rows(self, chunk):
         # The last row reads the token that is drawn next: `advance` computes it.

@@ -8,6 +8,7 @@ Letters: M rows, H hidden size of the head, V the target's vocabulary, VD the dr
 from ....kernels.linear.linear import linear
 from ....kernels.speculation.normed_pair import normed_pair
 from ...models.blocks import Norm, widened
+from .drafter import free_weights
 from .eagle import EagleDrafter
 from .lm_heads import WholeLMHead
 
@@ -23,6 +24,14 @@ class Eagle3Drafter(EagleDrafter):
         self.streams = head.features
         self.take_draft_vocabulary(head.draft_token_ids, head.config.vocab_size)
         self.lm_head = WholeLMHead(head.lm_head.weight)
+
+    def quantise(self, release):
+        super().quantise(release)
+        if release:
+            free_weights([self.head.lm_head])
+
+    def _whole_lm_head(self):
+        return self.lm_head
 
     def place_lm_heads(self, lm_heads):
         self.lm_head = lm_heads(self.head.lm_head.weight)

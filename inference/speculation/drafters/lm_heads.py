@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernels.jit import on_triton
+from ....kernels.linear.float8_linear import Float8Weight, float8_linear
 from ....kernels.linear.linear import linear, pack_weight
+from ...models.blocks import in_8_bits
 from ...models.divided_weight import DividedWeight, is_small
 
 
@@ -32,6 +34,21 @@ class WholeLMHead(NamedTuple):
         """The same in the layout that the device reads fastest, for a weight that never changes."""
         return WholeLMHead(pack_weight(self.weight))
 
+    def in_8_bits(self):
+        """The same with its weight rounded to 8 bits: on a GPU a Float8LMHead."""
+        weight = in_8_bits(self.weight)
+        return Float8LMHead(weight) if isinstance(weight, Float8Weight) else WholeLMHead(weight).frozen()
+
+
+class Float8LMHead(NamedTuple):
+    """An lm_head [V, H] of 8 bits that every rank multiplies by itself, on a GPU."""
+
+    weight: Float8Weight
+
+    def product(self, x, out=None):
+        """[M, H] -> [M, V], in `out` if it is given"""
+        return float8_linear(x, self.weight, out=out)
+
 
 class DividedLMHead(NamedTuple):
     """An lm_head of which this rank multiplies by some rows."""
@@ -47,7 +64,7 @@ class DividedLMHead(NamedTuple):
 def products(lm_heads, hidden):
     """The scores of several heads, each of its own rows: of divided ones in one gather.  [K, B, H] -> [K, B, V]"""
     first = lm_heads[0]
-    if isinstance(first, WholeLMHead):
+    if not isinstance(first, DividedLMHead):
         if not on_triton(hidden):
             return torch.stack([one.product(x) for x, one in zip(hidden, lm_heads)])
         found = hidden.new_empty(*hidden.shape[:2], first.weight.shape[0])

@@ -11,6 +11,7 @@ from ....kernels.jit import on_triton
 from ....kernels.linear.linear import linear_parts
 from ....kernels.linear.res_block import add_silu
 from ...models.weights import pack_rows
+from .drafter import free_weights
 from .lm_heads import WholeLMHead, products
 from .parallel import ParallelDrafter
 
@@ -39,6 +40,17 @@ class MedusaDrafter(ParallelDrafter):
         """Pack the first blocks, and lay lm_heads out for `linear`."""
         self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
         self.lm_heads = [WholeLMHead(weight).frozen() for weight in self._weights()]
+
+    def quantise(self, release):
+        """Round the lm_heads: all but the first blocks of what drafts read."""
+        self.freeze()
+        weights = self._weights()
+        self.saved_bytes = {"first": 0}
+        for k, weight in enumerate(weights):
+            self.lm_heads[k] = WholeLMHead(weight).in_8_bits()
+            self.saved_bytes["first"] += weight.nbytes - self.lm_heads[k].weight.nbytes
+            if release and self.shared_weight is None:
+                free_weights([self.head.heads[k].lm_head])
 
     def place_lm_heads(self, lm_heads):
         self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])

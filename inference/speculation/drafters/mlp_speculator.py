@@ -9,6 +9,7 @@ from ....kernels.jit import on_triton
 from ....kernels.linear.linear import linear_parts
 from ....kernels.rms_norm import rms_norm
 from ....kernels.speculation.speculator_state import speculator_state
+from .drafter import free_weights
 from .lm_heads import WholeLMHead
 from .sequential import SequentialDrafter
 
@@ -24,12 +25,25 @@ class MLPSpeculatorDrafter(SequentialDrafter):
         self.head, self.num_speculative_tokens = head, head.num_speculative_tokens
         weight = head.emb[0].weight
         self.dtype = weight.dtype
-        self.lm_heads = {}  # {lm_head: a WholeLMHead or DividedLMHead}, on several ranks
+        self.lm_heads = {}  # {lm_head: one of lm_heads.py}, on several ranks and in 8 bits
         self.no_norm = torch.ones(head.config.hidden_size, dtype=weight.dtype, device=weight.device)
 
+    def quantise(self, release):
+        """Round the lm_heads."""
+        for one in self._modules():
+            placed = self.lm_heads[one] = WholeLMHead(one.weight).in_8_bits()
+            saved = one.weight.nbytes - placed.weight.nbytes
+            self.saved_bytes = {"first": saved, "level": saved}
+        if release:
+            free_weights(self.lm_heads)
+
     def place_lm_heads(self, lm_heads):
+        self.lm_heads = {one: lm_heads(one.weight) for one in self._modules()}
+
+    def _modules(self):
+        """The lm_heads of all depths, each once."""
         modules = [self.head.modules_of(depth)[-1] for depth in range(self.head.max_speculative_tokens)]
-        self.lm_heads = {one: lm_heads(one.weight) for one in dict.fromkeys(modules)}
+        return list(dict.fromkeys(modules))
 
     def start(self, batch):
         feature = batch.feature.to(self.dtype)

@@ -23,8 +23,9 @@ where = dict(dtype="bfloat16", load_format="dummy", max_model_len=2500, enable_p
 base = LLM(config, max_num_seqs=1, enforce_eager=True, **where)
 speculative = None
 if method != "plain":
+    method, *rounded = method.split()
     head = random_head(method, config, base.engine.decoder, 3)
-    speculative = {"model": head, "tree": "chain", "num_speculative_tokens": 3}
+    speculative = {"model": head, "tree": "chain", "num_speculative_tokens": 3, "quantization": rounded[0] if rounded else None}
 torch.cuda.empty_cache()
 llm = LLM(base, max_model_len=2500, max_num_seqs=20, speculative_config=speculative, enable_prefix_caching=False)
 dice = random.Random(0)
@@ -47,7 +48,7 @@ print("prepared:", dict(found))
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("asked", ["temperature", "filters", "logprobs"])
-@pytest.mark.parametrize("method", ["plain", "medusa", "eagle3"])
+@pytest.mark.parametrize("method", ["plain", "medusa", "eagle3", "eagle3 fp8"])
 def test_no_kernel_is_compiled_after_start_up(method, asked):
     done = subprocess.run([sys.executable, "-c", SCRIPT, method, asked], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -229,8 +229,10 @@ def draft(llm, prompts, temperature=0.0):
 
 
 @torch.no_grad()
-def predict(target, head, texts, roots):
+def predict(target, head, texts, roots, lm_head=None):
     """Training's scores after every path of every root.  -> per root {path: scores [V]}, number of rows that were the text itself
+
+    lm_head [V, H]: what the head reads in the place of the target's.
 
     All texts are documents of one packed row. Drafted tokens after a root replace the text there; the head reads only features
     before them, so the features stay valid.
@@ -263,7 +265,7 @@ def predict(target, head, texts, roots):
         some = rows[start : start + ROWS]
         input_ids = torch.stack(some + [text] * (ROWS - len(some)))  # [R, T]
         rest = [x.expand(ROWS, -1) for x in packed[1:]]
-        batch = input_ids, *rest, target.lm_head.weight
+        batch = input_ids, *rest, target.lm_head.weight if lm_head is None else lm_head
         predictions = head.predict(read.expand(ROWS, -1, -1), *batch, num_steps=most + 1)
         for row, at, known, path in reads:
             if start <= row < start + ROWS:
