@@ -130,8 +130,8 @@ def _range_product(
 
 @jit
 def _scaled(acc, scale, b, features, inside, UNSCALED: tl.constexpr):
-    """Sums times the scales of their features, and the bias."""
-    acc *= (tl.load(scale + features, mask=inside, other=0.0) * UNSCALED)[:, None]
+    """Sums times the scales of their features, and the bias. Two factors: their product may be beyond float32."""
+    acc = acc * UNSCALED * tl.load(scale + features, mask=inside, other=0.0)[:, None]
     if b is not None:
         acc += tl.load(b + features, mask=inside, other=0.0).to(tl.float32)[:, None]
     return acc
@@ -221,7 +221,7 @@ def _launch(x, w, b, out, S, gated=False):
     _float8[(triton.cdiv(M, rows), triton.cdiv(N, launch.features), S)](
         x, codes, w.scale, b, out, M, N, K, split_depth(K, S), tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, unscaled,
         gated, rows, launch.features, launch.depth, maps, packed,
-        num_stages=launch.stages, num_warps=launch.warps, **overlap(out),
+        num_stages=launch.stages, num_warps=launch.warps, enable_fp_fusion=False, **overlap(out),
     )  # fmt: skip
     return out
 
