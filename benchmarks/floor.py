@@ -98,7 +98,7 @@ class StepFloor:
         weights, size = weight_bytes(self.decoder, rows / steps), self.decoder.dtype.itemsize
         multiplied = weight_bytes(self.decoder, 1)  # by each row: its own experts alone
         parts = {} if head is None else head.draft_bytes(self.decoder.lm_head.nbytes)
-        parts = {part: size - (saved or {}).get(part, 0) for part, size in parts.items()}
+        parts = {part: whole - (saved or {}).get(part, 0) for part, whole in parts.items()}
         drafts = steps * (parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0))
         drafts += 0 if head is None else head.draft_key_bytes(depth) * context
         return {

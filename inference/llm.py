@@ -85,7 +85,7 @@ class LLM:
         tree in every step to the depth with the most tokens per second measured so far, down to no drafts at all;
         num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens};
         draft_tensor_parallel_size: 1: each rank has a head's own lm_heads whole; tensor_parallel_size: divided; None: by size;
-        quantization: "fp8" rounds the weights that a head's drafts read most to 8 bits (docs/engine.md); the target's never.
+        quantization: "fp8" rounds the weights that a head's drafts read most to 8 bits (docs/engine.md); the target stays as it is.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
     tensor_parallel_size: number of ranks, each a process, that divide the weights (docs/engine.md).

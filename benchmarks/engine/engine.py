@@ -4,9 +4,8 @@ Drafts come from a random head of any method, and the verifier `synthetic` accep
 are those of the engine with a head of this acceptance, and the outputs mean nothing. Plain decoding is measured too. The rate is
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
 the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. The text after a line says
-which kernels take the graph's time. With `draft_quantization` the head also drafts with rounded weights.
-With `text` every line is measured again with what costs the host most: stop strings, and the
-log-probabilities of TEXT_LOGPROBS tokens.
+which kernels take the graph's time. With `draft_quantization` the head drafts with rounded weights, too. With `text` every line is
+measured again with what costs the host most: stop strings, and the log-probabilities of TEXT_LOGPROBS tokens.
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
 keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long
@@ -124,10 +123,11 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     else:
         depth = settings.num_speculative_tokens
         speculative = {"tree": settings.tree, "verifier": "synthetic", "num_speculative_tokens": depth}
-        for acceptance in settings.acceptance:  # raises for lengths that such drafts cannot reach
-            head = empty_head(settings.head, config, depth, shared)
-            asked = speculative | {"model": head, "acceptance_length": acceptance}
-            choose_speculation(SpeculativeOptions.parse(asked), config, max(settings.batches))
+        head = empty_head(settings.head, config, depth, shared)
+        for acceptance in settings.acceptance:  # raises for what such drafts cannot do
+            for _, way in ways_of_drafting(settings):
+                asked = speculative | {"model": head, "acceptance_length": acceptance} | way
+                choose_speculation(SpeculativeOptions.parse(asked), config, max(settings.batches))
         with_head = partial(bytes_with_head, method=settings.head, depth=depth, shared_lm_head=shared)
         check_fits(settings.shape, device, dtype, num_bytes=with_head, what="the weights and the head")
     report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)

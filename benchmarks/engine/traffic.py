@@ -114,7 +114,8 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
     else:
         speculative = {"tree": "chain", "verifier": "synthetic", "num_speculative_tokens": depth}
         speculative |= {"acceptance_length": settings.acceptance, "model": empty_head(settings.head, config, depth)}
-        choose_speculation(SpeculativeOptions.parse(speculative), config, settings.seats)  # raises for such lengths
+        for _, way in ways_of_drafting(settings):  # raises for what such drafts cannot do
+            choose_speculation(SpeculativeOptions.parse(speculative | way), config, settings.seats)
         with_head = partial(bytes_with_head, method=settings.head, depth=depth)
         check_fits(settings.shape, device, dtype, num_bytes=with_head, what="the weights and the head")
     report = Report("traffic", THROUGHPUT, device, command, vars(settings), output, commit)

@@ -203,13 +203,14 @@ def medusa_heads(target, base):
             "chain, fp8": {"model": str(EMBEDDED_HEAD), "quantization": "fp8"},
         }
     decoder, found = base.engine.decoder, {}
-    for shared in (True, False):
+    for shared in (False, True):
         shape = dict(hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size, num_heads=4)
         with torch.device(decoder.device):
             head = Medusa(MedusaConfig(shared_lm_head=shared, **shape)).to(decoder.dtype).eval()
         head.initialize_from_target(decoder.lm_head, decoder.embedding)
         found["random, shared lm_head" if shared else "random, own lm_heads"] = {"model": head}
-    return found | {"random, own lm_heads, fp8": {"model": head, "quantization": "fp8"}}
+    own = found["random, own lm_heads"]
+    return found | {"random, own lm_heads, fp8": own | {"quantization": "fp8"}}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ class KnownOutput(NamedTuple):
         return hidden, hidden if self.feature is None else self.feature[rows]
 
     def of(self, decoder, start, stop):
-        """Hidden states of some tokens, which may be finished only now, before the next pass.  -> [stop - start, H]"""
+        """Hidden states of some tokens, finished first where the pass left them.  -> [stop - start, H]
+
+        To be called before the next pass, which writes over what is unfinished.
+        """
         if self.unfinished is None:
             return self.hidden[start:stop]
         return decoder.finish(self.unfinished.of(slice(start, stop)))

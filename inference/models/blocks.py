@@ -77,8 +77,6 @@ class Float8Linear(NamedTuple):
     weight: Float8Weight  # [N, K]
     bias: torch.Tensor | None = None  # [N]
 
-    in_pairs = False
-
     def parts(self, x):
         """See Linear."""
         return float8_parts(x, self.weight, self.bias)

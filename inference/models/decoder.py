@@ -256,7 +256,8 @@ class Decoder:
     def forward_some(self, batch, kv, streams, rows):
         """As `forward`, but only some rows go through the last layer's out product and MLP.  rows [R]
 
-        ->  hidden [R, H], feature [M, A H] (without streams: [R, H]), Unfinished of all M. `streams` is of layers' inputs alone.
+        ->  hidden [R, H], feature [M, A H] (without streams: [R, H]), Unfinished of all M. `streams` must not name the one
+        after the last layer.
         """
         unfinished, entering = self._until_last_heads(batch, kv)
         x, _ = self._finish(unfinished.of(rows))

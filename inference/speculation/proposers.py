@@ -14,7 +14,6 @@ from ...heads.head import Head
 from ..models.support import check_supported
 from ..models.target_source import load_decoder, target_config
 from .drafters.draft_model import DraftModelDrafter
-from .drafters.drafter import Drafter
 from .drafters.lm_heads import LMHeads
 from .drafters.ngram import NgramDrafter
 from .options import is_config, name_of
@@ -62,8 +61,8 @@ class HeadProposer(Proposer):
         self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
 
     @property
-    def make_drafter(self):
-        """The Drafter of the family, or what makes one."""
+    def drafter(self):
+        """What makes a Drafter of the family: its class, or a function."""
         return import_module(f"..drafters.{self.method}", __name__).DRAFTER
 
     def check_tree(self, tree):
@@ -99,11 +98,12 @@ class HeadProposer(Proposer):
             raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
         if head.needs_embedding or head.embedding_is_targets:  # an earlier engine may have had another target
             head.take_embedding(decoder.whole_embedding())
-        drafter = self.make_drafter(head, decoder, tree.max_depth, sampling)
+        drafter = self.drafter(head, decoder, tree.max_depth, sampling)
         if self.quantization:
             if decoder.device.type == "cuda" and drafter.dtype not in (torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"quantization={self.quantization!r} takes a head in bfloat16 or float16 on a GPU, got {drafter.dtype}"
+                    f"quantization={self.quantization!r} takes drafts in bfloat16 or float16 on a GPU, got {drafter.dtype}: "
+                    "give the LLM, or the head's module, another dtype"
                 )
             drafter.quantise(release=head is not self.source)
             return drafter
@@ -156,11 +156,12 @@ def find_proposer(options, target):
     target: the target's config. Raises ValueError if the head or draft model does not fit it, or contradicts options.method.
     """
     method, model, ranks = options.method, options.model, options.draft_tensor_parallel_size
-    if ranks not in (None, 1) and (method in ("ngram", "draft_model") or (method is None and is_draft_model(model))):
+    by_model = method == "draft_model" or (method is None and is_draft_model(model))
+    if ranks not in (None, 1) and (method == "ngram" or by_model):
         raise ValueError(
             f"draft_tensor_parallel_size={ranks} divides lm_heads of heads, and every rank holds a draft model whole: leave it out"
         )
-    if options.quantization and (method in ("ngram", "draft_model") or (method is None and is_draft_model(model))):
+    if options.quantization and (method == "ngram" or by_model):
         raise ValueError(
             f"quantization={options.quantization!r} rounds weights of heads, and the method {method or 'draft_model'!r} has none: "
             "leave it out"
@@ -168,7 +169,7 @@ def find_proposer(options, target):
     if method == "ngram":
         return NgramProposer(*options.lookup_range)
     text = target.get_text_config()
-    if method == "draft_model" or (method is None and is_draft_model(model)):
+    if by_model:
         if isinstance(model, Head):
             raise ValueError(
                 f"speculative_config says method='draft_model', but {name_of(model)} is a head: leave method out"
@@ -192,7 +193,7 @@ def find_proposer(options, target):
         raise ValueError(
             f"speculative_config says method={method!r}, but {name_of(model)} is a head of the method {proposer.method!r}"
         )
-    if options.quantization and getattr(proposer.make_drafter, "quantise", Drafter.quantise) is Drafter.quantise:
+    if options.quantization and not getattr(proposer.drafter, "can_quantise", False):
         raise ValueError(
             f"quantization={options.quantization!r} is not there for heads of the method {proposer.method!r}: leave it out"
         )

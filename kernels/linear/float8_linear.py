@@ -5,7 +5,7 @@
     float8_parts         ->  [M, N] in parts over S ranges of K, [S, M, N], as linear_parts gives them
     float8_gate_up_silu  ->  [M, I] of w of 2 I rows, as gate_up_silu gives it
 
-Codes are read, at half the bytes of bfloat16, and multiplied in the dtype of the rows; the scale comes last. Sums are those of
+Codes are read, half the bytes of bfloat16, and multiplied in the dtype of the rows; the scale comes last. Sums are those of
 linear.py: one order for each (N, K), so a row's bits do not depend on the other rows. The target's own products never come here:
 what it says does not change with its drafts.
 
@@ -39,6 +39,7 @@ class Float8Weight:
     scale: torch.Tensor  # float32 [N]
 
     @classmethod
+    @torch.no_grad()  # a parameter's graph would keep the weight in float32
     def of(cls, weight):
         """The nearest codes of a weight [N, K]; the largest value of a row becomes 448."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -48,10 +49,6 @@ class Float8Weight:
             scale[some] = wide.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * _LARGEST) / _LARGEST
             codes[some] = (wide / scale[some, None]).to(torch.float8_e4m3fn).view(torch.uint8)
         return cls(codes, scale)
-
-    def __getitem__(self, rows):
-        """The weight of some of its features, a slice: views."""
-        return Float8Weight(self.codes[rows], self.scale[rows])
 
     def widened(self, dtype):
         """The values, rounded to `dtype`.  -> [N, K]"""
@@ -200,11 +197,11 @@ def _maps_fit(x, w):
 def _map_of_rows(x, rows, depth):
     """Tensor map of x [M, K] in tiles of `rows` rows, over the memory after x (empty_rows), or over that after a copy of it.
 
-    What stands there reaches only rows that are never stored. Rows that a map must fill in are slow to load.
+    As maps_of_rows of linear.py, whose copies have no room for tiles of other sizes than tile_rows.
     """
     (M, K), whole = x.shape, triton.cdiv(x.shape[0], rows) * rows
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
-    if room < whole and rows > 16:
+    if room < whole and rows > 16 and 3 * rows > 4 * M:
         x, room = x.new_empty(whole, K)[:M].copy_(x), whole
     return TensorDescriptor(x, [whole if room >= whole else M, K], [K, 1], [rows, depth])
 
@@ -254,8 +251,8 @@ def float8_linear(x, w, b=None, out=None):
 
     Raises ValueError for shapes that do not fit.
     """
+    _check("float8_linear", x, w, b)
     if not on_triton(x):
-        _check("float8_linear", x, w, b)
         return float8_linear_reference(x, w, b)
     return add_parts(float8_parts(x, w, b, out), x.dtype, out)
 

@@ -41,7 +41,8 @@ class Drafter:
     autoregressive: whether a token's distribution depends on the tokens drafted before it
     max_candidates: the most tokens after a node that it has scores for; None: all of them
     num_speculative_tokens: depth of its drafts
-    saved_bytes: how many bytes fewer the parts of Head.draft_bytes read than in the head's dtype, once weights are `quantise`d
+    can_quantise: whether it has `quantise`
+    saved_bytes: how many bytes fewer the parts of Head.draft_bytes (of the whole head) read than in its dtype, after `quantise`
     token_ids: int32 [VD], the tokens of its draft vocabulary, if it has one; None: all, VD = V
     """
 
@@ -53,6 +54,7 @@ class Drafter:
     lookahead = 0
     extra_places = 0
     tells_confidence = False
+    can_quantise = False
     saved_bytes: ClassVar = {}
 
     @property

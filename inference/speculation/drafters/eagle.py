@@ -24,12 +24,13 @@ from .own_cache import OwnCacheDrafter
 class EagleDrafter(OwnCacheDrafter):
     """Drafts with an Eagle head, chain or tree.
 
-    head: the module, read in place, so updates of a head in training apply at once. Pages in the prefix cache would be stale then:
-    switch it off. The weights of the head's products become views of packed ones. decoder: the target's Decoder;
-    num_speculative_tokens: depth of drafts; sampling: a way of draft_sampling.py.
+    head: the module, read in place, so updates of a head in training apply at once (not to what is quantised). Pages in the prefix
+    cache would be stale then: switch it off. The weights of the head's products become views of packed ones. decoder: the target's
+    Decoder; num_speculative_tokens: depth of drafts; sampling: a way of draft_sampling.py.
     """
 
     lookahead = 1
+    can_quantise = True
     lm_head = None  # one of lm_heads.py; None: the target's
 
     def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
@@ -65,9 +66,10 @@ class EagleDrafter(OwnCacheDrafter):
             free_weights([module.self_attn.o_proj, module.mlp.gate_proj, module.mlp.up_proj, module.mlp.down_proj])
 
     def _whole_lm_head(self):
-        """The lm_head to round: a copy of the target's, where it is a plain product of this rank."""
+        """The lm_head to round: a copy of the target's, where it is a plain product of this rank, in the head's dtype."""
         decoder = self.decoder
-        return WholeLMHead(decoder.lm_head) if decoder.is_packed and decoder.is_whole else None
+        fits = decoder.is_packed and decoder.is_whole and decoder.dtype == self.dtype
+        return WholeLMHead(decoder.lm_head) if fits else None
 
     def _layer_of(self, head):
         return head.layers[0]

@@ -1,4 +1,4 @@
-"""lm_heads of a head's own, as drafters multiply by them: whole, or divided by tokens among the ranks of the target.
+"""lm_heads of a head's own, as drafters multiply by them: whole, in 8 bits, or divided by tokens among the ranks of the target.
 
     place = LMHeads(ranks, asked)       # asked: draft_tensor_parallel_size
     lm_head = place(weight)             # a WholeLMHead, or a DividedLMHead

@@ -19,11 +19,13 @@ from .parallel import ParallelDrafter
 class MedusaDrafter(ParallelDrafter):
     """Drafts trees with Medusa heads.
 
-    head: a Medusa module, read in place (updates of a head in training apply at once); decoder: the target's Decoder;
-    sampling: a way of draft_sampling.py.
+    head: a Medusa module, read in place (updates of a head in training apply at once, but not to what is quantised); decoder: the
+    target's Decoder; sampling: a way of draft_sampling.py.
     On a GPU, and where the head is frozen, the first blocks of all heads are packed into one product; the module's weights become
     views of it.
     """
+
+    can_quantise = True
 
     def __init__(self, head, decoder, num_speculative_tokens=None, sampling="shared_noise"):
         super().__init__(sampling)
@@ -38,23 +40,27 @@ class MedusaDrafter(ParallelDrafter):
 
     def freeze(self):
         """Pack the first blocks, and lay lm_heads out for `linear`."""
-        self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
+        self._pack_blocks()
         self.lm_heads = [WholeLMHead(weight).frozen() for weight in self._weights()]
 
     def quantise(self, release):
-        """Round the lm_heads: all but the first blocks of what drafts read."""
-        self.freeze()
-        weights = self._weights()
-        self.saved_bytes = {"first": 0}
-        for k, weight in enumerate(weights):
-            self.lm_heads[k] = WholeLMHead(weight).in_8_bits()
-            self.saved_bytes["first"] += weight.nbytes - self.lm_heads[k].weight.nbytes
+        """Round the lm_heads: all that drafts read, but the blocks."""
+        self._pack_blocks()
+        self.lm_heads, saved = [], 0
+        for k, weight in enumerate(self._weights()):  # one at a time, so that few are there twice
+            self.lm_heads.append(WholeLMHead(weight).in_8_bits())
+            saved += weight.nbytes - self.lm_heads[k].weight.nbytes
             if release and self.shared_weight is None:
                 free_weights([self.head.heads[k].lm_head])
+        self.saved_bytes = {"first": saved}
 
     def place_lm_heads(self, lm_heads):
-        self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
+        self._pack_blocks()
         self.lm_heads = [lm_heads(weight) for weight in self._weights()]
+
+    def _pack_blocks(self):
+        """Make one product of all first blocks."""
+        self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
 
     def _weights(self):
         if self.shared_weight is not None:

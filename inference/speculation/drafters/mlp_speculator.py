@@ -17,8 +17,11 @@ from .sequential import SequentialDrafter
 class MLPSpeculatorDrafter(SequentialDrafter):
     """Drafts chains and trees with an MLPSpeculator.
 
-    head: the module, read in place (updates of a head in training apply at once); sampling: a way of draft_sampling.py.
+    head: the module, read in place (updates of a head in training apply at once, but not to what is quantised); sampling: a way of
+    draft_sampling.py.
     """
+
+    can_quantise = True
 
     def __init__(self, head, decoder=None, num_speculative_tokens=None, sampling="shared_noise"):
         super().__init__(sampling)
@@ -29,13 +32,13 @@ class MLPSpeculatorDrafter(SequentialDrafter):
         self.no_norm = torch.ones(head.config.hidden_size, dtype=weight.dtype, device=weight.device)
 
     def quantise(self, release):
-        """Round the lm_heads."""
+        """Round the lm_heads, all of one size."""
         for one in self._modules():
-            placed = self.lm_heads[one] = WholeLMHead(one.weight).in_8_bits()
-            saved = one.weight.nbytes - placed.weight.nbytes
-            self.saved_bytes = {"first": saved, "level": saved}
+            self.lm_heads[one] = WholeLMHead(one.weight).in_8_bits()
+        saved = one.weight.nbytes - self.lm_heads[one].weight.nbytes
+        self.saved_bytes = {"first": saved, "level": saved}
         if release:
-            free_weights(self.lm_heads)
+            free_weights(self._modules())
 
     def place_lm_heads(self, lm_heads):
         self.lm_heads = {one: lm_heads(one.weight) for one in self._modules()}

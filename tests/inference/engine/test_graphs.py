@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.graphs import StepGraphs, graph_sizes, known_sizes, prompt_sizes
+from headstart.inference.engine.graphs import StepGraphs, ends_early, graph_sizes, known_sizes, prompt_sizes
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
@@ -273,17 +273,31 @@ def test_kept_scores_are_counted_for_every_graph():
     assert graphs.num_scores(2048) == sum(graphs.sizes) * (5 + 3 + 1) + beside
 
 
+def test_known_tokens_stop_early_where_nobody_reads_what_leaves_the_last_layer():
+    def early(keeps_keys=False, streams=(), **decoder):
+        decoder = dict(is_packed=True, is_whole=True, layers=[None] * 4) | decoder
+        return ends_early(SimpleNamespace(**decoder), SimpleNamespace(keeps_keys=keeps_keys, streams=streams))
+
+    assert early()  # plain decoding, Medusa
+    assert early(keeps_keys=True, streams=(0, 2, 3))  # EAGLE-3: what enters layers
+    assert not early(keeps_keys=True)  # EAGLE: the last hidden states
+    assert not early(keeps_keys=True, streams=(1, 4))  # a stream that leaves the last layer
+    assert not early(is_packed=False)
+    assert not early(is_whole=False)
+
+
 def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():
     seats = SeatTable(4, 3, 8, 11, torch.float32, torch.device("cpu"))
     known = KnownRows(256, seats, NoDrafter())
     requests = [SimpleNamespace(pages=[5, 2, 9], seat=3), SimpleNamespace(pages=[7], seat=0)]
     known.write([(requests[0], 62, [11, 12, 13, 14], 0), (requests[1], 0, [21, 22], 4)])
-    tokens, positions, places, sources, of_seat, starts, counts = known._split(known.numbers[0])
+    tokens, positions, places, sources, of_seat, starts, counts, ends = known._split(known.numbers[0])
     assert tokens[:8].tolist() == [11, 12, 13, 14, 21, 22, 0, 0]
     assert positions[:8].tolist() == [62, 63, 64, 65, 0, 1, 0, 0]
     assert places[:8].tolist() == [5 * 64 + 62, 5 * 64 + 63, 2 * 64, 2 * 64 + 1, 7 * 64, 7 * 64 + 1, 0, 0]
     assert sources[:6].tolist() == [0, 1, 2, 3, 4, 5]
     assert not places[6:].any()
     assert (of_seat[:3].tolist(), starts[:3].tolist(), counts[:3].tolist()) == ([3, 0, 4], [62, 0, 0], [4, 2, 0])
+    assert ends[:3].tolist() == known.ends[:3].tolist() == [3, 5, 0]
     known.write([(requests[1], 0, [23], 0)])
     assert tokens[:3].tolist() == [23, 0, 0], "no token of an earlier pass is left"

@@ -39,15 +39,21 @@ def lm_heads_of(drafter):
     return list(found.values()) if isinstance(found, dict) else found
 
 
-def drafted(llm):
-    """(Candidates of every depth, outputs) of greedy and sampled requests."""
+def outputs_of(llm):
+    """The outputs of greedy and sampled requests."""
     params = [
         SamplingParams(max_tokens=8, temperature=0.9 * (i % 2), seed=i, logprobs=1) for i in range(len(prompts()))
     ]
+    outputs = [one.outputs[0] for one in llm.generate(prompts(), params)]
+    return [(one.token_ids, one.logprobs) for one in outputs]
+
+
+def drafted(llm):
+    """(Candidates of every depth, outputs) of these requests."""
     with llm.engine.recording() as recorded:
-        outputs = [one.outputs[0] for one in llm.generate(prompts(), params)]
+        outputs = outputs_of(llm)
         candidates = [(place, found) for _, place, found in recorded]
-    return candidates, [(one.token_ids, one.logprobs) for one in outputs]
+    return candidates, outputs
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,15 @@ def test_drafts_are_the_same_however_lm_heads_are_placed(method, size, tree, div
         found.append(drafted(llm))
     assert found[1:] == found[:1] * (len(ways) - 1)
     assert len(found[0][0]) > len(prompts())
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_rounded_lm_heads_are_whole_on_each_rank(method, divided_folder, forked_llm):
+    expected = outputs_of(forked_llm(divided_folder, 2))
+    llm = forked_llm(divided_folder, 2, speculative_config=dict(model=head_of(method), quantization="fp8"))
+    placed = {type(one).__name__ for one in lm_heads_of(llm.engine.drafter)}
+    assert placed == {"NoneType" if method == "eagle" else "WholeLMHead"}  # EAGLE's is the target's, which is divided
+    assert outputs_of(llm) == expected
 
 
 @pytest.mark.parametrize(
