@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headstart.benchmarks.serving import load as load_module
 from headstart.benchmarks.serving.client import Client
 from headstart.benchmarks.serving.load import Arrivals, LoadRequest, random_requests, send
 from headstart.benchmarks.serving.serve import Offline, _compare, percentiles
@@ -59,22 +60,32 @@ def load(answer, count, arrivals=None, **options):
     return asyncio.run(work())
 
 
-def test_times_are_those_between_the_pieces():
+def test_times_are_those_between_the_pieces(monkeypatch):
+    """By a clock that the server moves, so that a busy machine changes nothing."""
+    clock = [5.0]
+    monkeypatch.setattr(load_module, "perf_counter", lambda: clock[0])
+
+    async def passes(seconds):
+        await asyncio.sleep(0.01)
+        for _ in range(20):  # the client reads what was written
+            await asyncio.sleep(0)
+        clock[0] += seconds
+
     async def answer(_, write):
-        await asyncio.sleep(0.1)
+        await passes(0.1)
         write(START + event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
-        await asyncio.sleep(0.1)
-        for gap in (0.05, 0.15, 0.0):
+        await passes(0.1)
+        for gap in (0.05, 0.15, 0.25):
             write(PIECE)
-            await asyncio.sleep(gap)
+            await passes(gap)
         write(usage(9) + END)
 
     (outcome,), took = load(answer, 1)
     assert outcome.error is None
-    assert 0.2 <= outcome.to_first < 0.35
-    assert [low <= gap < low + 0.15 for low, gap in zip((0.05, 0.15), outcome.gaps)] == [True, True]
-    assert outcome.total == pytest.approx(outcome.to_first + sum(outcome.gaps))
-    assert outcome.total <= took
+    assert outcome.to_first == pytest.approx(0.2)
+    assert outcome.gaps == pytest.approx([0.05, 0.15])
+    assert outcome.total == pytest.approx(0.4)  # up to the last piece
+    assert took == pytest.approx(0.65)
     assert outcome.per_token == pytest.approx((outcome.total - outcome.to_first) / 8)
     assert (outcome.num_prompt_tokens, outcome.num_tokens) == (7, 9)
 
