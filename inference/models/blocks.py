@@ -269,9 +269,13 @@ def lm_head_logits(hidden, weight, divisor=1.0, out=None, splits=None):
 
     splits: see Linear
     """
-    logits = linear(hidden, weight, out=out, splits=splits)
+    return scaled_logits(linear(hidden, weight, out=out, splits=splits), divisor, in_place=out is not None)
+
+
+def scaled_logits(logits, divisor, in_place=False):
+    """Logits of a target that divides them, in the dtype that they are read in.  [M, V] -> [M, V]"""
     if divisor != 1:
-        logits = logits / divisor if out is None else logits.div_(divisor)
+        logits = logits.div_(divisor) if in_place else logits / divisor
     return widened(logits)
 
 

@@ -22,13 +22,26 @@ from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, has_tensor_maps, overlap, release_next
 from ..shared_memory import most_stages, shared_memory
 from ..silu_mul import silu_mul, silu_mul_reference, silu_product
-from .linear import add_parts, check_product, empty_rows
+from .linear import add_parts, check_product, empty_rows, maps_of_rows
 from .linear_prefill import TensorDescriptor
 from .linear_table import DECODE_ROWS, Launch, num_splits, split_depth
 
 _LARGEST = 448.0  # of e4m3
 _ROWS_AT_ONCE = 8192  # of a weight that are rounded together
 _UNSCALED = {torch.bfloat16: 2.0**120, torch.float16: 2.0**8}
+
+
+def _four_codes(places, mask):
+    """PTX that widens four codes: each goes to the upper byte of 16 bits, its exponent and mantissa then `places` down."""
+    return tl.constexpr(
+        f"""{{ .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
+        shr.b32 c, a, {places}; and.b32 c, c, {mask:#x}; lop3.b32 $0, a, 0x80008000, c, 0xEA;
+        shr.b32 d, b, {places}; and.b32 d, d, {mask:#x}; lop3.b32 $1, b, 0x80008000, d, 0xEA; }}"""
+    )
+
+
+_FOUR_TO_BFLOAT16, _FOUR_TO_FLOAT16 = _four_codes(4, 0x07F007F0), _four_codes(1, 0x3F803F80)
 
 
 @dataclass(frozen=True)
@@ -78,23 +91,10 @@ def float8_linear_reference(x, w, b=None):
 def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """Values of codes, times 2^-120 in bfloat16 or 2^-8 in float16. PACKED: four codes at a time, by eight instructions"""
     if PACKED:
-        # A code in the upper byte of 16 bits; its exponent and mantissa move down to where the wider format has them.
-        if tl.bfloat16 == DTYPE:
-            wide = tl.inline_asm_elementwise(
-                """{ .reg .b32 a, b, c, d;
-                prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
-                shr.b32 c, a, 4; and.b32 c, c, 0x07F007F0; lop3.b32 $0, a, 0x80008000, c, 0xEA;
-                shr.b32 d, b, 4; and.b32 d, d, 0x07F007F0; lop3.b32 $1, b, 0x80008000, d, 0xEA; }""",
-                "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            wide = tl.inline_asm_elementwise(
-                """{ .reg .b32 a, b, c, d;
-                prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
-                shr.b32 c, a, 1; and.b32 c, c, 0x3F803F80; lop3.b32 $0, a, 0x80008000, c, 0xEA;
-                shr.b32 d, b, 1; and.b32 d, d, 0x3F803F80; lop3.b32 $1, b, 0x80008000, d, 0xEA; }""",
-                "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
-            )  # fmt: skip
+        wide = tl.inline_asm_elementwise(
+            _FOUR_TO_BFLOAT16 if tl.bfloat16 == DTYPE else _FOUR_TO_FLOAT16,
+            "=r,=r,r", [codes], dtype=tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         bits = codes.to(tl.uint16)
         places: tl.constexpr = 4 if tl.bfloat16 == DTYPE else 7
@@ -194,18 +194,6 @@ def _maps_fit(x, w):
     return aligned and (not x.is_cuda or has_tensor_maps(x.device))
 
 
-def _map_of_rows(x, rows, depth):
-    """Tensor map of x [M, K] in tiles of `rows` rows, over the memory after x (empty_rows), or over that after a copy of it.
-
-    As maps_of_rows of linear.py, whose copies have no room for tiles of other sizes than tile_rows.
-    """
-    (M, K), whole = x.shape, triton.cdiv(x.shape[0], rows) * rows
-    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
-    if room < whole and rows > 16 and 3 * rows > 4 * M:
-        x, room = x.new_empty(whole, K)[:M].copy_(x), whole
-    return TensorDescriptor(x, [whole if room >= whole else M, K], [K, 1], [rows, depth])
-
-
 def _launch(x, w, b, out, S, gated=False):
     """Launch the kernel into out [S, M, N], or with `gated` into out [1, M, I]."""
     (M, K), N, maps = x.shape, w.shape[0] // (1 + gated), _maps_fit(x, w)
@@ -214,7 +202,7 @@ def _launch(x, w, b, out, S, gated=False):
     codes, dtype, unscaled, packed = w.codes, x.dtype, _UNSCALED[x.dtype], x.is_cuda and torch.version.hip is None
     if maps:
         codes = TensorDescriptor.from_tensor(codes, [launch.features, launch.depth])
-        x = _map_of_rows(x, rows, launch.depth)
+        x, _ = maps_of_rows(x, rows, launch.depth)
     _float8[(triton.cdiv(M, rows), triton.cdiv(N, launch.features), S)](
         x, codes, w.scale, b, out, M, N, K, split_depth(K, S), tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, unscaled,
         gated, rows, launch.features, launch.depth, maps, packed,

@@ -234,7 +234,7 @@ def maps_of_rows(x, rows, depth):
     (M, K), whole = x.shape, triton.cdiv(x.shape[0], rows) * rows
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
     if room < whole and M <= DECODE_ROWS and rows != 16 and 3 * rows > 4 * M:
-        x, room = empty_rows(M, K, x.dtype, x.device).copy_(x), whole
+        x, room = x.new_empty(whole, K)[:M].copy_(x), whole
     shape, (half, more) = [whole if room >= whole else M, K], halves_of_tile(rows)
     return (
         TensorDescriptor(x, shape, [K, 1], [half, depth]),

@@ -13,7 +13,7 @@ import torch
 from ....heads.layers import rope_frequencies
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear
-from ...models.blocks import Layer, Norm, Rotary, widened
+from ...models.blocks import Layer, Norm, Rotary, scaled_logits
 from ...models.decoder import row_counts
 from ...models.weights import weights_of_layer
 from .drafter import free_weights
@@ -121,8 +121,7 @@ class EagleDrafter(OwnCacheDrafter):
         normed = normed.to(self.decoder.dtype)
         if self.lm_head is None:
             return self.decoder.logits(normed)
-        logits, divisor = self.lm_head.product(normed), self.decoder.logits_divisor
-        return widened(logits if divisor == 1 else logits / divisor)
+        return scaled_logits(self.lm_head.product(normed), self.decoder.logits_divisor)
 
     def prompt_rows(self, chunk):
         # The last row reads the token that is drawn next: `advance` computes it.

@@ -128,6 +128,25 @@ def test_launches_fit_an_h200():
             assert launch.stages * launch.depth * (launch.features * (1 + gated) + 2 * rows) < H200.size
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype"), [("H200", torch.bfloat16), ("H200", torch.float16), ("RTX 4090", torch.bfloat16)]
+)
+def test_launches_compile_and_fit_on_gpus_that_are_not_there(gpu, dtype):
+    pytest.importorskip("triton")
+    from headstart.benchmarks.proofs.absent_gpu import GPUS, AbsentGpu
+
+    with AbsentGpu(GPUS[gpu]) as absent:
+        codes = torch.empty(16384, 1024, dtype=torch.uint8, device="cuda")
+        weight = Float8Weight(codes, torch.empty(16384, dtype=torch.float32, device="cuda"))
+        x = torch.empty(64, 1024, dtype=dtype, device="cuda")
+        float8_linear(x, weight)
+        float8_gate_up_silu(x, weight)
+    launches = [launch for launch in absent.launches if launch.name.startswith("float8")]
+    assert len(launches) == 2
+    for launch in launches:
+        assert launch.compile().metadata.shared <= GPUS[gpu].shared_memory
+
+
 def test_what_does_not_fit_is_refused(kernel_device):
     x, w, _ = float8_operands(2, 6, 32, torch.float16, kernel_device)
     with pytest.raises(ValueError, match="takes x"):
