@@ -77,9 +77,9 @@ class Drafter:
         """Told that its weights will not change any more: it may lay them out anew."""
 
     def quantise(self, release):
-        """Told to round the weights that its drafts read most of to 8 bits, once, before its first draft: see in_8_bits.
+        """Told, before its first draft, to round to 8 bits the weights that most of a draft's time goes into (in_8_bits).
 
-        release: nobody else has the head's module, whose own weights of these may be freed
+        release: whether the head's module is the drafter's alone: it then frees the module's own copies of them
         """
         raise NotImplementedError
 
