@@ -11,6 +11,8 @@ what it says does not change with its drafts.
 
 e4m3 (FP8 Formats for Deep Learning, arXiv 2209.05433) has a sign, 4 bits of exponent and 3 of mantissa. A code's bits at the places
 of a wider format are its value times a power of two, 2^-120 in bfloat16 and 2^-8 in float16, subnormal ones included.
+Hopper's matrix instructions take the widened codes from registers: thread t has columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of sixteen.
+So there codes lie in that order, and a thread reads its four as one word. For other GPUs the compiler finds such an order itself.
 Not supported: float32 rows on a GPU.
 """
 
@@ -44,12 +46,29 @@ def _four_codes(places, mask):
 _FOUR_TO_BFLOAT16, _FOUR_TO_FLOAT16 = _four_codes(4, 0x07F007F0), _four_codes(1, 0x3F803F80)
 
 
+def prefers_thread_order(device, K):
+    """Whether codes of rows of K lie in the order of threads on this device: on Hopper, if sixteen divide K."""
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(device)[0] == 9 and K % 16 == 0
+
+
+def to_threads(codes):
+    """Codes by column -> in the order of threads: of each sixteen columns 0, 1, 8, 9, then 2, 3, 10, 11 and so on  [N, K]"""
+    return codes.view(len(codes), -1, 2, 4, 2).transpose(2, 3).reshape(codes.shape)
+
+
+def to_columns(codes):
+    """Codes in the order of threads -> by column  [N, K]"""
+    return codes.view(len(codes), -1, 4, 2, 2).transpose(2, 3).reshape(codes.shape)
+
+
 @dataclass(frozen=True)
 class Float8Weight:
     """A weight [N, K] as e4m3 codes with a scale for each row."""
 
     codes: torch.Tensor  # uint8 [N, K]
     scale: torch.Tensor  # float32 [N]
+    by_thread: bool = False  # codes lie in the order of threads, not of columns
 
     @classmethod
     @torch.no_grad()  # a parameter's graph would keep the weight in float32
@@ -57,15 +76,18 @@ class Float8Weight:
         """The nearest codes of a weight [N, K]; the largest value of a row becomes 448."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        by_thread = prefers_thread_order(weight.device, weight.shape[1])
         for some in (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(weight), _ROWS_AT_ONCE)):
             wide = weight[some].float()
             scale[some] = wide.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * _LARGEST) / _LARGEST
-            codes[some] = (wide / scale[some, None]).to(torch.float8_e4m3fn).view(torch.uint8)
-        return cls(codes, scale)
+            nearest = (wide / scale[some, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+            codes[some] = to_threads(nearest) if by_thread else nearest
+        return cls(codes, scale, by_thread)
 
     def widened(self, dtype):
         """The values, rounded to `dtype`.  -> [N, K]"""
-        return (self.codes.view(torch.float8_e4m3fn).float() * self.scale[:, None]).to(dtype)
+        codes = to_columns(self.codes) if self.by_thread else self.codes
+        return (codes.view(torch.float8_e4m3fn).float() * self.scale[:, None]).to(dtype)
 
     @property
     def shape(self):
@@ -88,8 +110,8 @@ def float8_linear_reference(x, w, b=None):
 
 
 @jit
-def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Values of codes, times 2^-120 in bfloat16 or 2^-8 in float16. PACKED: four codes at a time, by eight instructions"""
+def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr, BY_THREAD: tl.constexpr):
+    """Values of codes, by column, times 2^-120 in bfloat16 or 2^-8 in float16. PACKED: four codes by eight instructions"""
     if PACKED:
         wide = tl.inline_asm_elementwise(
             _FOUR_TO_BFLOAT16 if tl.bfloat16 == DTYPE else _FOUR_TO_FLOAT16,
@@ -99,6 +121,10 @@ def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
         bits = codes.to(tl.uint16)
         places: tl.constexpr = 4 if tl.bfloat16 == DTYPE else 7
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << places)).to(DTYPE, bitcast=True)
+    if BY_THREAD:
+        N: tl.constexpr = codes.shape[0]
+        depth: tl.constexpr = codes.shape[1]
+        wide = wide.reshape(N, depth // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(N, depth)
     return wide
 
 
@@ -106,12 +132,13 @@ def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 def _range_product(
     x, w, row, feature, num_rows, start, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAPS: tl.constexpr, PACKED: tl.constexpr,
+    BY_THREAD: tl.constexpr,
 ):  # fmt: skip
     """Sums over the range of K from `start`, without scales.  -> [BLOCK_N, BLOCK_M]"""
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if MAPS:
         for k in range(start, start + SPLIT, BLOCK_K):
-            acc = tl.dot(_widen(w.load([feature, k]), DTYPE, PACKED), x.load([row, k]).T, acc)
+            acc = tl.dot(_widen(w.load([feature, k]), DTYPE, PACKED, BY_THREAD), x.load([row, k]).T, acc)
     else:
         i, features, rows = tl.arange(0, BLOCK_K), feature + tl.arange(0, BLOCK_N), row + tl.arange(0, BLOCK_M)
         for k in range(0, SPLIT, BLOCK_K):
@@ -121,7 +148,7 @@ def _range_product(
             codes = tl.load(w + at, mask=(features < N)[:, None] & inside[None, :], other=0)
             at = rows.to(tl.int64)[None, :] * K + depths[:, None]
             values = tl.load(x + at, mask=(rows < num_rows)[None, :] & inside[:, None], other=0.0)
-            acc = tl.dot(_widen(codes, DTYPE, PACKED), values, acc)
+            acc = tl.dot(_widen(codes, DTYPE, PACKED, BY_THREAD), values, acc)
     return acc
 
 
@@ -139,7 +166,7 @@ def _float8(
     x, w, scale, b, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, UNSCALED: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAPS: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BY_THREAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of one range of K, weights on the left (see linear.py).  -> out [S, M, N]
 
@@ -155,16 +182,17 @@ def _float8(
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
             values = x.load([row, k]).T
-            gate = tl.dot(_widen(w.load([feature, k]), DTYPE, PACKED), values, gate)
-            up = tl.dot(_widen(w.load([N + feature, k]), DTYPE, PACKED), values, up)
+            gate = tl.dot(_widen(w.load([feature, k]), DTYPE, PACKED, BY_THREAD), values, gate)
+            up = tl.dot(_widen(w.load([N + feature, k]), DTYPE, PACKED, BY_THREAD), values, up)
         release_next(OVERLAP)
         gate = _scaled(gate, scale, b, features, inside, UNSCALED)
         up = _scaled(up, scale + N, None if b is None else b + N, features, inside, UNSCALED)
         y = silu_product(gate, up, out.dtype.element_ty)
     else:
         acc = _range_product(
-            x, w, row, feature, num_rows, part * SPLIT, N, K, SPLIT, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, MAPS, PACKED
-        )
+            x, w, row, feature, num_rows, part * SPLIT, N, K, SPLIT, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, MAPS, PACKED,
+            BY_THREAD,
+        )  # fmt: skip
         release_next(OVERLAP)
         acc = _scaled(acc, scale, None, features, inside, UNSCALED)
         if b is not None:  # noqa: SIM102  (a condition of the compiler's, then one of the program's)
@@ -205,7 +233,7 @@ def _launch(x, w, b, out, S, gated=False):
         x, _ = maps_of_rows(x, rows, launch.depth)
     _float8[(triton.cdiv(M, rows), triton.cdiv(N, launch.features), S)](
         x, codes, w.scale, b, out, M, N, K, split_depth(K, S), tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, unscaled,
-        gated, rows, launch.features, launch.depth, maps, packed,
+        gated, rows, launch.features, launch.depth, maps, packed, w.by_thread,
         num_stages=launch.stages, num_warps=launch.warps, enable_fp_fusion=False, **overlap(out),
     )  # fmt: skip
     return out

@@ -10,6 +10,9 @@ from headstart.kernels.linear.float8_linear import (
     float8_linear,
     float8_linear_reference,
     float8_parts,
+    prefers_thread_order,
+    to_columns,
+    to_threads,
 )
 from headstart.kernels.linear.linear_table import num_splits
 from headstart.kernels.shared_memory import H200
@@ -46,15 +49,24 @@ def test_a_weight_becomes_its_nearest_codes():
     assert not kept.scale.requires_grad  # its graph would keep the weight
 
 
+def test_codes_lie_in_the_order_of_threads():
+    codes = torch.arange(64, dtype=torch.uint8).view(2, 32)
+    found = to_threads(codes)
+    assert found[1, :16].tolist() == [32 + k for k in (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)]
+    assert torch.equal(to_columns(found), codes)
+
+
 def test_every_code_is_its_value(kernel_device):
     """A row that holds a single 1 reads one code: exact, subnormal codes and both signs included."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(17, 1)
     codes[:, [0x7F, 0xFF]] = 0x80  # NaN; and minus zero
     scale = 2.0 ** torch.arange(-8, 9)
     for dtype in halves_of(kernel_device):
-        weight = Float8Weight(codes.to(kernel_device), scale.to(kernel_device))
-        found = float8_linear(torch.eye(256, dtype=dtype, device=kernel_device), weight)
-        assert torch.equal(found.cpu(), weight.widened(dtype).cpu().T)
+        for order, by_thread in ((codes, False), (to_threads(codes), True)):
+            weight = Float8Weight(order.to(kernel_device), scale.to(kernel_device), by_thread)
+            found = float8_linear(torch.eye(256, dtype=dtype, device=kernel_device), weight)
+            assert torch.equal(found.cpu(), weight.widened(dtype).cpu().T)
+            assert torch.equal(found.cpu(), Float8Weight(codes, scale).widened(dtype).T)
 
 
 @pytest.mark.parametrize(("n", "k"), [(97, 128), (40, 130), (33, 7), (24, 4112)])
@@ -112,7 +124,7 @@ def test_small_rows_lose_no_precision():
 @pytest.mark.gpu
 def test_it_writes_where_it_is_told_and_runs_in_a_graph():
     x, w, _ = float8_operands(64, 512, 4096, torch.bfloat16, "cuda")
-    wide = Float8Weight(w.codes.repeat(64, 1), w.scale.repeat(64))
+    wide = Float8Weight(w.codes.repeat(64, 1), w.scale.repeat(64), w.by_thread)
     out = torch.full((64, 64 * 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     assert float8_linear(x, wide, out=out).data_ptr() == out.data_ptr()
     assert torch.equal(out[:, :512], out[:, -512:])
@@ -137,14 +149,17 @@ def test_launches_compile_and_fit_on_gpus_that_are_not_there(gpu, dtype):
 
     with AbsentGpu(GPUS[gpu]) as absent:
         codes = torch.empty(16384, 1024, dtype=torch.uint8, device="cuda")
-        weight = Float8Weight(codes, torch.empty(16384, dtype=torch.float32, device="cuda"))
+        by_thread = prefers_thread_order(codes.device, 1024)
+        weight = Float8Weight(codes, torch.empty(16384, dtype=torch.float32, device="cuda"), by_thread)
         x = torch.empty(64, 1024, dtype=dtype, device="cuda")
         float8_linear(x, weight)
         float8_gate_up_silu(x, weight)
     launches = [launch for launch in absent.launches if launch.name.startswith("float8")]
     assert len(launches) == 2
     for launch in launches:
-        assert launch.compile().metadata.shared <= GPUS[gpu].shared_memory
+        compiled = launch.compile()
+        assert compiled.metadata.shared <= GPUS[gpu].shared_memory
+        assert "ld.shared.v2.b8" not in compiled.asm["ptx"]  # codes in the wrong order are read two at a time
 
 
 def test_what_does_not_fit_is_refused(kernel_device):
@@ -152,6 +167,6 @@ def test_what_does_not_fit_is_refused(kernel_device):
     with pytest.raises(ValueError, match="takes x"):
         float8_linear(x[:, :5], w)
     with pytest.raises(ValueError, match="gate rows then up rows"):
-        float8_gate_up_silu(x, Float8Weight(w.codes[:5], w.scale[:5]))
+        float8_gate_up_silu(x, Float8Weight(w.codes[:5], w.scale[:5], w.by_thread))
     with pytest.raises(ValueError, match="takes rows in bfloat16 or float16 on a GPU, got torch"):
         float8_linear(x.float(), w)
