@@ -11,8 +11,9 @@ what it says does not change with its drafts.
 
 e4m3 (FP8 Formats for Deep Learning, arXiv 2209.05433) has a sign, 4 bits of exponent and 3 of mantissa. A code's bits at the places
 of a wider format are its value times a power of two, 2^-120 in bfloat16 and 2^-8 in float16, subnormal ones included.
-Hopper's matrix instructions take the widened codes from registers: thread t has columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of sixteen.
-So there codes lie in that order, and a thread reads its four as one word. For other GPUs the compiler finds such an order itself.
+In matrix instructions four threads share sixteen columns: thread t (0 to 3) has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. For
+Hopper codes lie in that order, so a thread's four codes are one word. For other GPUs they lie by column: on Ampere and on consumer
+GPUs up to Blackwell the compiler gives out columns by the width of a code, four in a row.
 Not supported: float32 rows on a GPU.
 """
 
@@ -47,7 +48,7 @@ _FOUR_TO_BFLOAT16, _FOUR_TO_FLOAT16 = _four_codes(4, 0x07F007F0), _four_codes(1,
 
 
 def prefers_thread_order(device, K):
-    """Whether codes of rows of K lie in the order of threads on this device: on Hopper, if sixteen divide K."""
+    """Whether codes of rows of K lie in the order of threads on this device: on Hopper, if K is a multiple of 16."""
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     return on_nvidia and torch.cuda.get_device_capability(device)[0] == 9 and K % 16 == 0
 
@@ -111,7 +112,10 @@ def float8_linear_reference(x, w, b=None):
 
 @jit
 def _widen(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr, BY_THREAD: tl.constexpr):
-    """Values of codes, by column, times 2^-120 in bfloat16 or 2^-8 in float16. PACKED: four codes by eight instructions"""
+    """Values of codes, by column, times 2^-120 in bfloat16 or 2^-8 in float16. PACKED: four codes by eight instructions.
+
+    BY_THREAD: codes come in the order of threads
+    """
     if PACKED:
         wide = tl.inline_asm_elementwise(
             _FOUR_TO_BFLOAT16 if tl.bfloat16 == DTYPE else _FOUR_TO_FLOAT16,

@@ -317,7 +317,7 @@ def test_context_keys_one_position_late_are_caught(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, dict(edge_rank=3), dict(edge_rank=3, sample_from_anchor=True), DFLASH2])
 @torch.no_grad()
 def test_outputs_at_some_rows_are_those_of_predict(changes):
-    # In fp64, since sums of other shapes round otherwise: on some CPUs by twice the tolerance of fp32.
+    # fp64: sums of other shapes round differently, in fp32 on some CPUs by twice the tolerance.
     head, (features, tokens, lm_head) = make(**changes).double(), inputs()
     features, lm_head = features.double(), lm_head.double()
     rows = torch.tensor([1, 4, 8])

@@ -1,8 +1,11 @@
 """Products with weights of 8 bits: every code, values against the widened weight, the same bits for a row in any company."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from headstart.kernels.linear import float8_linear as float8_module
 from headstart.kernels.linear.float8_linear import (
     Float8Weight,
     float8_gate_up_silu,
@@ -25,9 +28,15 @@ def halves_of(device):
     return [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
 
 
-def float8_operands(rows, n, k, dtype, device):
+def float8_operands(rows, n, k, dtype, device, by_thread=None):
+    """by_thread: an order of codes, if K allows it; None: the device's own"""
     x, w, b = operands(rows, n, k, dtype, device)
-    return x, Float8Weight.of(w), b
+    with mock.patch.object(float8_module, "prefers_thread_order", _order(by_thread)):
+        return x, Float8Weight.of(w), b
+
+
+def _order(by_thread):
+    return prefers_thread_order if by_thread is None else lambda _, k: by_thread and k % 16 == 0
 
 
 def test_a_weight_becomes_its_nearest_codes():
@@ -69,11 +78,15 @@ def test_every_code_is_its_value(kernel_device):
             assert torch.equal(found.cpu(), Float8Weight(codes, scale).widened(dtype).T)
 
 
-@pytest.mark.parametrize(("n", "k"), [(97, 128), (40, 130), (33, 7), (24, 4112)])
+@pytest.mark.parametrize(
+    ("n", "k", "by_thread"),
+    [(97, 128, False), (97, 128, True), (40, 130, False), (33, 7, False), (24, 4112, False), (24, 4112, True)],
+)
 @pytest.mark.parametrize("rows", [1, 17, 70])
-def test_values_are_those_of_the_widened_weight(kernel_device, n, k, rows):
+def test_values_are_those_of_the_widened_weight(kernel_device, n, k, by_thread, rows):
     for dtype in halves_of(kernel_device):
-        x, w, b = float8_operands(rows, 2 * n, k, dtype, kernel_device)
+        x, w, b = float8_operands(rows, 2 * n, k, dtype, kernel_device, by_thread)
+        assert w.by_thread == by_thread
         for bias in (b, None):
             exact_bias = None if bias is None else bias.double()
             exact = float8_linear_reference(x.double(), w, exact_bias)
@@ -87,6 +100,18 @@ def test_values_are_those_of_the_widened_weight(kernel_device, n, k, rows):
             gated = float8_gate_up_silu(x, w, bias)
             gate, up = found.double().chunk(2, 1)
             assert error(gated, gate / (1 + (-gate).exp()) * up) <= 3 * error(exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_rows_that_tensor_maps_cannot_describe(kernel_device, by_thread):
+    for dtype in halves_of(kernel_device):
+        x, w, b = float8_operands(17, 96, 4112, dtype, kernel_device, by_thread)
+        odd = torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
+        assert odd.data_ptr() % 16
+        exact = float8_linear_reference(x.double(), w, b.double())
+        found = float8_linear(odd, w, b)
+        assert error(found, exact) <= 1.5 * error(exact.to(dtype), exact)
+        assert torch.equal(float8_gate_up_silu(odd, w, b), silu_mul(found))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,6 +157,11 @@ def test_it_writes_where_it_is_told_and_runs_in_a_graph():
     assert_captured(lambda: float8_gate_up_silu(x, w))
 
 
+def _of_codes(ptx):
+    """The lines that do not load transposed, as those of rows do."""
+    return "\n".join(line for line in ptx.splitlines() if ".trans" not in line)
+
+
 def test_launches_fit_an_h200():
     for n, k, gated in ((128256, 4096, False), (14336, 4096, True), (4096, 14336, False), (4096, 4096, False)):
         for rows in (16, 32, 64, 128):
@@ -148,18 +178,24 @@ def test_launches_compile_and_fit_on_gpus_that_are_not_there(gpu, dtype):
     from headstart.benchmarks.proofs.absent_gpu import GPUS, AbsentGpu
 
     with AbsentGpu(GPUS[gpu]) as absent:
-        codes = torch.empty(16384, 1024, dtype=torch.uint8, device="cuda")
+        codes = torch.empty(32000, 1024, dtype=torch.uint8, device="cuda")
+        scale, x = (
+            torch.empty(*size, dtype=kind, device="cuda")
+            for size, kind in (((32000,), torch.float32), ((64, 1024), dtype))
+        )
         by_thread = prefers_thread_order(codes.device, 1024)
-        weight = Float8Weight(codes, torch.empty(16384, dtype=torch.float32, device="cuda"), by_thread)
-        x = torch.empty(64, 1024, dtype=dtype, device="cuda")
-        float8_linear(x, weight)
-        float8_gate_up_silu(x, weight)
-    launches = [launch for launch in absent.launches if launch.name.startswith("float8")]
-    assert len(launches) == 2
-    for launch in launches:
-        compiled = launch.compile()
-        assert compiled.metadata.shared <= GPUS[gpu].shared_memory
-        assert "ld.shared.v2.b8" not in compiled.asm["ptx"]  # codes in the wrong order are read two at a time
+        for order in (by_thread, not by_thread):
+            float8_linear(x, Float8Weight(codes, scale, order))
+            float8_gate_up_silu(x, Float8Weight(codes[:16384], scale[:16384], order))
+    launches = [launch.compile() for launch in absent.launches if launch.name.startswith("float8")]
+    assert len(launches) == 4
+    for launch, in_order in zip(launches, (True, True, False, False)):
+        assert launch.metadata.shared <= GPUS[gpu].shared_memory
+        # Codes in the wrong order are read two at a time.
+        assert ("ld.shared.v2.b8" in launch.asm["ptx"], "ldmatrix" in _of_codes(launch.asm["ptx"])) == (
+            not in_order,
+            in_order,
+        )
 
 
 def test_what_does_not_fit_is_refused(kernel_device):
