@@ -11,7 +11,7 @@ from headstart.kernels.rms_norm import add_rms_norm
 
 CAPACITY = 2**18  # bytes of each of two buffers
 SHAPES = [(3, 48), (ROWS, 7), (1, 100), (2, 2304)]  # the last: a piece of a row that is not full
-TURNS = 16  # eight ranks take half as many: on few cores they wait for each other
+TURNS = {2: 16, 4: 8, 8: 4}  # by ranks: on few cores many wait for each other
 WRAPS = 2**31 - 5  # calls until counts do
 
 
@@ -36,7 +36,7 @@ def run_rank(rank, size, memory, first, stop, results):
     counts[2:] = first
     peers = Peers(rank, size, starts, starts + 2 * CAPACITY, counts, stop)
     peer_barrier(peers)
-    for turn in range(TURNS if size < 8 else TURNS // 2):
+    for turn in range(TURNS[size]):
         parts, residual, w = drawn(turn, size)
         place = turn % 2 * CAPACITY
         held = memory[rank][place : place + parts.nbytes].view(torch.float32).view(parts.shape)
