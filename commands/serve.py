@@ -319,7 +319,10 @@ def speculative_of(arguments):
     try:
         config = json.loads(given)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--speculative-config is not JSON: {error}") from None
+        raise ValueError(
+            f"--speculative-config is not JSON ({error}), got {given!r:.200}; keys and words are in double quotes, "
+            """as in '{"method": "ngram", "num_speculative_tokens": 5}'"""
+        ) from None
     if not isinstance(config, dict):
         raise ValueError(f"--speculative-config must be a JSON object, got {given!r:.80}")
     return config

@@ -53,7 +53,8 @@ class PromptChecker:
         if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt {number} has {len(ids)} tokens; with max_model_len {self.max_model_len} at most "
-                f"{self.max_model_len - 1} fit, so that one new token does: shorten it or raise max_model_len"
+                f"{self.max_model_len - 1} fit, so that one new token does: shorten it, or raise max_model_len "
+                "if the model's own limit is above it"
             )
         for name, advice in (("stop", ", or use stop_token_ids"), ("bad_words", "")):
             if getattr(params, name) and self.tokenizer is None:

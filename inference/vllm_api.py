@@ -38,7 +38,11 @@ LLM_ARGUMENTS = (
     ),
     Theirs("override_generation_config", (None, {}), "give SamplingParams to every call"),
     Theirs("served_model_name", (None,), "nothing is served: leave it out"),
-    Theirs("quantization", (None,), "weights are not quantised: give the model in bfloat16 or float16"),
+    Theirs(
+        "quantization",
+        (None,),
+        "weights are not quantised: give the model in bfloat16 or float16; a head's, by speculative_config={'quantization': 'fp8'}",
+    ),
     Theirs("kv_cache_dtype", ("auto",), "keys and values have the model's dtype: leave it out"),
     Theirs("calculate_kv_scales", (False,), "keys and values have the model's dtype: leave it out"),
     Theirs(

@@ -21,7 +21,7 @@ def check_may_be_id(name):
     if Path(name).is_file():
         raise ValueError(f"{name} is a file: name the folder that it lies in")
     if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") > 1:
-        raise ValueError(f"there is no folder {name}{near_folder(name)}")
+        raise ValueError(f"there is no folder {name}{near_folder(name)}: give a folder, or OWNER/NAME on the Hub")
 
 
 def near_folder(name):
