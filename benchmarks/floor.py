@@ -14,9 +14,11 @@ from ..evaluation.timing import Repeatable
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # well past the caches
 SQUARE = {"cuda": 8192, "cpu": 512}  # side of the matrix product that gives the best rate of arithmetic
-# Products that are timed, and those for a rate that lasts: three seconds, as long as a measured run of an engine takes at least.
-PRODUCTS = 10
-LASTING = {"cuda": 2000, "cpu": PRODUCTS}
+PRODUCTS = 10  # that are timed
+LASTING = {
+    "cuda": 2000,
+    "cpu": PRODUCTS,
+}  # for a rate that lasts: three seconds, as a measured run of an engine takes at least
 
 
 def copy_bandwidth(device):
@@ -35,8 +37,8 @@ def copy_bandwidth(device):
 def product_rate(device, dtype, lasting=False):
     """Floating-point operations per second of the library's large square matrix product.
 
-    lasting: the median over three seconds of them, most of which a GPU is at its power limit. A few products after a pause find any
-    rate: 680 to 792 TFLOP/s in 28 runs on H100s.
+    lasting: the median over three seconds, most of which a GPU is at its power limit. Ten products after a pause gave 680 to 792
+    TFLOP/s in 28 runs on H100s.
     """
     device = torch.device(device)
     side = SQUARE[device.type]

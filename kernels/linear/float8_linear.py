@@ -49,8 +49,7 @@ _FOUR_TO_BFLOAT16, _FOUR_TO_FLOAT16 = _four_codes(4, 0x07F007F0), _four_codes(1,
 
 def prefers_thread_order(device, K):
     """Whether codes of rows of K lie in the order of threads on this device: on Hopper, if K is a multiple of 16."""
-    on_nvidia = device.type == "cuda" and torch.version.hip is None
-    return on_nvidia and torch.cuda.get_device_capability(device)[0] == 9 and K % 16 == 0
+    return has_tensor_maps(device) and torch.cuda.get_device_capability(device)[0] == 9 and K % 16 == 0
 
 
 def to_threads(codes):
