@@ -5,8 +5,8 @@
 seats were taken in every decode step: `products`, of the steps' nodes with the weights, or reading the weights, whichever takes
 longer; `keys`, reading the context's keys and values once per step and request; `drafts`, reading the head's weights; `prompts`,
 their products with the weights. Reads have the rate of a copy, products the rate of large ones over three seconds, both of the same
-run. Left out: the products of attention and of drafts, and what a head computes over the prompts. An engine that reads weights while
-it computes prompts could go below the floor. Drafts of a depth that the engine chooses have none.
+run. Left out: the products of attention and of drafts, and what a head computes over the prompts. An engine that reads weights
+while it computes prompts could go below the floor. Drafts of a depth that the engine chooses have none.
 
 *Stalls*: a batch that is kept full by prompts of one length, or of lengths in a span: each output that ends is replaced by a new
 prompt. A step is the time between two returns of the engine, so a stream waits that long for its next tokens. `StepRecord.split`
