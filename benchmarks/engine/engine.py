@@ -5,7 +5,8 @@ are those of the engine with a head of this acceptance, and the outputs mean not
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
 the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. The text after a line says
 which kernels take the graph's time. With `draft_quantization` the head drafts with rounded weights, too. With `text` every line is
-measured again with what costs the host most: stop strings, and the log-probabilities of TEXT_LOGPROBS tokens.
+measured again with what costs the host most, stop strings and the log-probabilities of TEXT_LOGPROBS tokens, and a third time with
+both and every output streamed, as the server does it (streamed.py).
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
 keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long
@@ -38,9 +39,10 @@ from ..library import library_products
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
 from .startup import FIRST_TOKENS, first_tokens_ms, seconds_to_first_token
+from .streamed import record_streamed_steps
 
 COLUMNS = {
-    "draft": ("draft", 22, plain),
+    "draft": ("draft", 28, plain),
     "batch": ("batch", 5, plain),
     "acceptance": ("asked", 5, decimals(2)),
     "depth": ("depth", 5, decimals(1)),
@@ -79,7 +81,7 @@ class EngineSettings:
     draft_quantization: str | None = None  # also measure with the head's weights rounded so
     prompt_tokens: int = 1000
     new_tokens: int = 256
-    text: bool = False  # also measure with stop strings and log-probabilities
+    text: bool = False  # also measure with stop strings and log-probabilities, and streamed
     startup: bool = True
 
 
@@ -189,12 +191,15 @@ class EngineBench:
         if speculative is None:
             self.first_token(llm)
         text = dict(stop=TEXT_STOPS, logprobs=TEXT_LOGPROBS)
-        for name, asked in {draft: {}, f"{draft}, text": text}.items() if settings.text else [(draft, {})]:
+        ways = [(draft, {}, record_steps)]
+        if settings.text:
+            ways += [(f"{draft}, text", text, record_steps), (f"{draft}, streamed", text, record_streamed_steps)]
+        for name, asked, record in ways:
             for batch in settings.batches:
                 row = {"draft": name, "batch": batch, "nodes": llm.tree.num_nodes}
                 row["acceptance"] = speculative and speculative["acceptance_length"]
                 try:
-                    row |= self.measure(llm, batch, asked)
+                    row |= self.measure(llm, batch, asked, record)
                     self.report.add(row | self.floors(llm, row, speculative))
                     if row["shares"]:
                         self.report.note(f"         the graph's time: {shares_text(row['shares'])}")
@@ -214,14 +219,14 @@ class EngineBench:
             first_token_ms=times.as_dict(),
         )
 
-    def measure(self, llm, batch, asked):
-        """The figures of one line.  asked: what SamplingParams ask for beside a length"""
+    def measure(self, llm, batch, asked, record):
+        """The figures of one line.  asked: what SamplingParams ask for beside a length; record: record_steps or its like"""
         params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True, **asked)
         plan = llm.engine.plan
         if plan.measures:  # first it learns the cost and the acceptance of each depth
             llm.generate(self.prompts(llm, batch), params)
         before = num_steps_by_depth(plan)
-        tokens, seconds, steps = record_steps(llm.session, self.prompts(llm, batch), params).steady(batch)
+        tokens, seconds, steps = record(llm.session, self.prompts(llm, batch), params).steady(batch)
         mean = seconds * 1e3 / len(steps)
         chosen = num_steps_by_depth(plan) - before
         # The step of the whole tree alone: an engine that cuts the tree has several steps, and none to compare with.
