@@ -112,6 +112,26 @@ def test_old_garbage_is_collected_once_in_a_while(monkeypatch):
     assert alive[0]() is None
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_what_grows_old_in_a_call_is_not_walked(full):
+    walked, thresholds, kept = [], gc.get_threshold(), []
+    gc.collect()
+    note = lambda phase, info: walked.append(info["generation"]) if phase == "start" else None  # noqa: E731
+    gc.callbacks.append(note)
+    gc.set_threshold(1000, 2, 2)
+    try:
+        with frozen_heap.frozen_heap(full_collections=full):
+            walked.clear()
+            kept.extend([i] for i in range(500_000))  # a quarter of all that is old has to be new
+            inside = list(walked)
+        assert gc.get_threshold() == (1000, 2, 2)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert {0, 1} <= set(inside)
+    assert (2 in inside) == full
+
+
 def test_a_process_that_is_to_end_walks_no_objects(tmp_path):
     """Python's end does, unless it is told."""
     script = "import gc\nfrom headstart.inference.frozen_heap import end_without_collecting\n"
