@@ -23,6 +23,7 @@ def frozen_heap(full_collections=True):
 
     full_collections: whether old objects that came inside are still walked. A server needs that, since its context never ends. A
     call does not: what has grown old in it is mostly its outputs, and a walk over 100,000 log-probabilities takes 40 ms.
+
     Freezing makes all objects old and sets the collector's counters back, so in a loop of short calls nothing would be collected
     any more. So young garbage goes first, and a full collection follows once INTERVAL has passed since the last one. Nothing
     happens inside another such context, or where the program has frozen its heap or disabled the collector.
