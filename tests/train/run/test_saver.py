@@ -19,6 +19,7 @@ from headstart.train.run import acceptance, checkpointing
 from headstart.train.run.checkpointing import list_checkpoints
 from headstart.train.run.saving import saver
 from headstart.train.run.saving.checkpoint_writer import CheckpointWriter
+from headstart.train.run.stopping import StopSignals
 
 SAVE_TENSORS = checkpointing._save_tensors
 
@@ -113,14 +114,30 @@ def test_stopped_run_that_was_writing_leaves_in_time(trainer, finished, tmp_path
 def test_signal_that_comes_while_the_run_waits_to_save_begins_no_further_write(
     trainer, finished, tmp_path, monkeypatch
 ):
-    keys = RESUMABLE | {"checkpoint_every": 1}
+    keys, waited, noted = RESUMABLE | {"checkpoint_every": 1}, [], threading.Event()
+    wait, note = CheckpointWriter.wait, StopSignals._note
+
+    def wait_and_say(writer):
+        waited.append(writer.thread)
+        wait(writer)
+
+    def note_and_say(*given):
+        note(*given)
+        noted.set()
 
     def slow(value, path):
         if "step-000002" in str(path) and path.name == "optimizer.pt":
-            time.sleep(0.5)  # the training waits with the checkpoint of step 3
+            begun = time.monotonic()
+            while threading.current_thread() not in waited:  # the training, with the checkpoint of step 3
+                assert time.monotonic() - begun < 60
+                time.sleep(0.01)
+            time.sleep(0.2)  # longer than GRACE
             terminate()
+            assert noted.wait(60)  # Python calls the handler in the main thread, once it gets there
         SAVE_TENSORS(value, path)
 
+    monkeypatch.setattr(CheckpointWriter, "wait", wait_and_say)
+    monkeypatch.setattr(StopSignals, "_note", note_and_say)
     monkeypatch.setattr(checkpointing, "_save_tensors", slow)
     monkeypatch.setattr(saver, "GRACE", 0.1)
     assert trainer.main(**keys) == 128 + signal.SIGTERM
