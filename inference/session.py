@@ -127,7 +127,7 @@ class Session:
         enough is asked after every step of this thread, x: what `step` returns, and when there is news for the call, x: None.
         """
         # A stream comes back here for every piece of its text.
-        with nullcontext() if call.is_stream else frozen_heap(full_collections=False):
+        with nullcontext() if call.is_stream else frozen_heap(rarely_full=True):
             return self.line.drive(call, self._step, enough)
 
     def step(self):

@@ -5,8 +5,8 @@ are those of the engine with a head of this acceptance, and the outputs mean not
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
 the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. The text after a line says
 which kernels take the graph's time. With `draft_quantization` the head drafts with rounded weights, too. With `text` every line is
-measured again with what costs the host most, stop strings and the log-probabilities of TEXT_LOGPROBS tokens, and a third time with
-both and every output streamed, as the server does it (streamed.py).
+measured again with what costs the host most, stop strings and the log-probabilities of TEXT_LOGPROBS tokens, and once more with
+both while every output is streamed, as the server does it (streamed.py).
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
 keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long

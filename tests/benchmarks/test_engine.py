@@ -13,9 +13,6 @@ from headstart.benchmarks.engine.engine import EngineSettings, ways_of_drafting
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
 from headstart.cli import main
 from headstart.inference.models.modules.module_decoder import ModuleDecoder
-from headstart.inference.server.driver.messages import Accepted, Tokens
-from headstart.inference.server.driver.wire import Wire
-from headstart.inference.session import Session
 from headstart.inference.speculation.adaptive import Adaptive
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
@@ -192,28 +189,6 @@ def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench
     assert found["rows"][0]["tokens_per_step"] == 1
     assert found["rows"][3]["tokens_per_step"] == pytest.approx(2.0, abs=0.5)
     assert found["facts"]["first_token_ms"]["p50"] > 0
-
-
-def test_engine_measures_requests_that_ask_the_host_for_text(bench, monkeypatch):
-    asked, check = [], Session.check
-    monkeypatch.setattr(
-        Session, "check", lambda self, prompt, params, *rest: asked.append(params) or check(self, prompt, params, *rest)
-    )
-    sent, send = [], Wire.send
-    monkeypatch.setattr(Wire, "send", lambda self, message: sent.append(message) or send(self, message))
-    _, found = bench(
-        "engine", "--head", "none", "--batch", "2", "--text", "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup"
-    )  # fmt: skip
-    assert [row["draft"] for row in found["rows"]] == ["plain", "plain, text", "plain, streamed"]
-    assert [bool(params.stop) for params in asked[-6::2]] == [False, True, True]
-    assert [params.logprobs for params in asked[-6::2]] == [None, 5, 5]
-    # Streamed: every step tells the tokens that it made.
-    told = [(job, event) for news, _ in sent for job, event in news if not isinstance(event, Accepted)]
-    for number in range(2):
-        events = [Tokens(*event) for job, event in told if job == number]
-        assert [len(event.token_ids) for event in events] == [1] * 60
-        assert all(len(event.logprobs[0]) >= 5 for event in events)
-        assert events[-1].end.finish_reason == "length"
 
 
 @pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3", "block"])
