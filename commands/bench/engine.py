@@ -40,7 +40,7 @@ def add_options(parser):
     parser.add_argument(
         "--text",
         action="store_true",
-        help="also measure with what the host works for: stop strings and 5 log-probabilities; and with these and every output streamed",
+        help="also measure with stop strings and 5 log-probabilities, and with these and every output streamed",
     )
     parser.add_argument("--no-startup", action="store_true", help="do not measure start-up, which takes two processes")
     add_measurement(parser)
