@@ -1,5 +1,6 @@
 """Results of LLM.generate: a prompt, its outputs, and counts of their accepted drafts."""
 
+import functools
 from dataclasses import dataclass, field
 
 from .engine.metrics import RequestStateStats, SpecDecodeMetrics
@@ -44,14 +45,10 @@ class RequestOutput:
 
 def make_output(text, group, tokenizer, eos_token_ids):
     """The RequestOutput of one prompt.  text: the prompt's, or None; group: its Requests, one per output"""
-    outputs, prompt_logprobs = [], group[0].prompt_logprobs
-    tokenizer = tokenizer if group[0].params.detokenize else None
-    _add_text(prompt_logprobs, tokenizer)
+    outputs, text_of = [], None
+    if tokenizer is not None and group[0].params.detokenize:
+        text_of = functools.cache(lambda token: tokenizer.decode([token]))
     for request in group:
-        _add_text(request.logprobs, tokenizer)
-        cumulative = None
-        if request.logprobs is not None:
-            cumulative = sum(e[token].logprob for e, token in zip(request.logprobs, request.output_token_ids))
         by_eos = request.stop_reason in eos_token_ids and not request.params.ignore_eos
         outputs.append(
             CompletionOutput(
@@ -60,8 +57,8 @@ def make_output(text, group, tokenizer, eos_token_ids):
                 token_ids=request.output_token_ids,
                 finish_reason=request.finish_reason,
                 stop_reason=None if by_eos else request.stop_reason,
-                logprobs=request.logprobs,
-                cumulative_logprob=cumulative,
+                logprobs=entries_of(request.logprobs, text_of),
+                cumulative_logprob=None if request.logprobs is None else sum(request.logprobs.own(), 0.0),
                 spec_decode_metrics=request.metrics,
             )
         )
@@ -70,19 +67,17 @@ def make_output(text, group, tokenizer, eos_token_ids):
         text,
         group[0].prompt_token_ids,
         outputs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_entries_of(group[0].prompt_logprobs, text_of),
         metrics=group[0].times,
         num_cached_tokens=group[0].num_cached_tokens,
     )
 
 
-def _add_text(logprobs, tokenizer):
-    """Set decoded_token of every Logprob in a list of entries or Nones."""
-    if logprobs is None or tokenizer is None:
-        return
-    texts = {}
-    for entry in filter(None, logprobs):
-        for token, logprob in entry.items():
-            if token not in texts:
-                texts[token] = tokenizer.decode([token])
-            logprob.decoded_token = texts[token]
+def entries_of(logprobs, text_of=None):
+    """CompletionOutput.logprobs of a TokenLogprobs or None.  text_of: as TokenLogprobs.entries takes it"""
+    return None if logprobs is None else logprobs.entries(text_of)
+
+
+def prompt_entries_of(logprobs, text_of=None):
+    """RequestOutput.prompt_logprobs of a Request's, or None."""
+    return None if logprobs is None else [None, *logprobs.entries(text_of)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .checked_prompt import CheckedPrompt, PromptChecker
+from .engine.logprobs import TokenLogprobs
 from .engine.request import Request
 from .engine.stopping import GrowingText, StopChecker, final_text, forbidden_early, stable_length
 from .frozen_heap import frozen_heap
@@ -96,8 +97,9 @@ class Session:
                 sample_index=sample,
                 max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_checker=StopChecker(self.tokenizer, self.engine.eos_token_ids, params),
+                logprobs=None if params.logprobs is None else TokenLogprobs(),
                 # Once per prompt: its other outputs find the pages that this one computes.
-                prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
+                prompt_logprobs=TokenLogprobs() if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
                 matcher=matchers[sample],
                 cache_salt=prompt.cache_salt,
@@ -127,7 +129,7 @@ class Session:
         enough is asked after every step of this thread, x: what `step` returns, and when there is news for the call, x: None.
         """
         # A stream comes back here for every piece of its text.
-        with nullcontext() if call.is_stream else frozen_heap(rarely_full=True):
+        with nullcontext() if call.is_stream else frozen_heap():
             return self.line.drive(call, self._step, enough)
 
     def step(self):

@@ -46,9 +46,9 @@ PUBLIC = {
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter lm_heads ngram",
     "inference/grammar": "grammars library matcher structured_outputs",
-    "inference/engine": "engine metrics options request stopping target_scores",
-    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params session threads "
-    "vllm_api",
+    "inference/engine": "engine logprobs metrics options request stopping target_scores",
+    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch outputs prompt_files sampling_params session "
+    "threads vllm_api",
     "inference/ranks": "tensor_parallel",
     "inference/server": "errors guard options serve",
     "inference/server/door": "access_log connections page unix_socket",

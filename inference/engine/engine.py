@@ -369,8 +369,7 @@ class Engine:
         kept = len(request.output_token_ids) - before
         if logprobs is not None:
             gathered, first = logprobs
-            found = gathered.read(first, first + kept, request.params.logprobs)
-            request.logprobs = (request.logprobs or []) + found
+            request.logprobs.extend(gathered, first, first + kept, request.params.logprobs)
         request.num_settled = before + kept  # all or nothing: tokens before this line will be computed again
         if before:  # the first token comes from the prompt's last position, which is committed already
             request.committed += kept

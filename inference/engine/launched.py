@@ -54,7 +54,7 @@ def hand_over(
     asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
     if asked:
         count = max(requests[i].params.logprobs for i in asked)
-        found = gather_emitted(emitted[:, 1:], logits, path, seats.on_device(asked), count).map(to_host)
+        found = gather_emitted(emitted[:, 1:], logits, path, seats.on_device(asked), count).on_host(to_host)
         logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
     host, confidence = to_host(emitted), None if confidence is None else to_host(confidence)
     event, epochs = mark(seats.device, timed=begin is not None), [request.epoch for request in requests]

@@ -45,8 +45,10 @@ class Request:
     accepted_drafts: list[int] = field(
         default_factory=list
     )  # places in output_token_ids of drafts, of streamed requests
-    logprobs: list | None = None
-    prompt_logprobs: list | None = None  # if asked for: starts as [None], grows to one entry per prompt token
+    logprobs: object = None  # if asked for: logprobs.TokenLogprobs of output_token_ids
+    prompt_logprobs: object = (
+        None  # if asked for: TokenLogprobs of the prompt's tokens but the first, as far as they are read
+    )
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     seat: int | None = None  # row of the device's tables, while admitted
@@ -82,7 +84,7 @@ class Request:
     @property
     def wants_prompt_logprobs(self):
         """Whether prompt logprobs are still missing, as far as the host has read."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
 
     @property
     def num_skippable(self):
@@ -91,7 +93,7 @@ class Request:
         Never skipped: the last known token, and tokens that predict a prompt token whose logprob is wanted.
         """
         last = self.num_known - 1
-        return min(len(self.prompt_logprobs) - 1, last) if self.wants_prompt_logprobs else last
+        return min(len(self.prompt_logprobs), last) if self.wants_prompt_logprobs else last
 
     @property
     def computed(self):
@@ -113,7 +115,7 @@ class Request:
             if self.finish_reason != "abort":
                 self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
             if self.logprobs is not None:
-                del self.logprobs[self.num_settled :]
+                self.logprobs.cut(self.num_settled)
             del self.output_token_ids[self.num_settled :]
             self.accepted_drafts = [place for place in self.accepted_drafts if place < self.num_settled]
         if not self.finished:

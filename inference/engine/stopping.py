@@ -4,6 +4,8 @@ import itertools
 import re
 from functools import cached_property
 
+from transformers import PreTrainedTokenizerFast
+
 MARGIN = 16
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # name of a byte where a run of bytes is decoded as a whole: Llama 2, Mistral
 CLEANED = 8  # more characters than transformers' clean_up_tokenization changes together, such as " n ' t" to "n't"
@@ -69,10 +71,17 @@ class StopChecker:
         params = self.params
         if self.tokenizer is None or not params.detokenize:
             return ""
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        text = self._decode(token_ids, skip_special_tokens=params.skip_special_tokens)
         if params.skip_special_tokens or params.spaces_between_special_tokens:
             return text
         return join_special(text, token_ids, self.tokenizer)
+
+    @cached_property
+    def _decode(self):
+        """tokenizer.decode, without its look at every id, which takes longer than all else, where it does nothing else."""
+        own = [getattr(getattr(self.tokenizer, name, None), "__func__", None) for name in ("decode", "_decode")]
+        is_usual = own == [PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode]
+        return self.tokenizer.backend_tokenizer.decode if is_usual and not self.cleans_up else self.tokenizer.decode
 
     def may_change(self, token):
         """Whether the next token may change what this one makes of the text's end: a byte of a run, or no text of its own."""
@@ -83,7 +92,7 @@ class StopChecker:
         """Whether decoding takes spaces before marks out of the text: clean_up_tokenization_spaces, which BPE tokenizers ignore."""
         if not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return False
-        return " ." not in self.decode(self.tokenizer("x .", add_special_tokens=False)["input_ids"])
+        return " ." not in self.tokenizer.decode(self.tokenizer("x .", add_special_tokens=False)["input_ids"])
 
 
 def join_special(text, token_ids, tokenizer):

@@ -30,7 +30,7 @@ def test_engine_measures_requests_that_ask_the_host_for_text(bench, monkeypatch)
     for number in range(2):
         events = [Tokens(*event) for job, event in told if job == number]
         assert [len(event.token_ids) for event in events] == [1] * 60
-        assert all(len(event.logprobs[0]) >= 5 for event in events)
+        assert all(len(event.logprobs.entries()[0]) >= 5 for event in events)
         assert events[-1].end.finish_reason == "length"
 
 

@@ -113,54 +113,29 @@ def test_old_garbage_is_collected_once_in_a_while(monkeypatch):
     assert alive[0]() is None
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this Python walks old objects in parts")
-@pytest.mark.parametrize(("num_objects", "expected"), [(500_000, (True, False)), (1_000_000, (True, True))])
-def test_what_grows_old_in_a_call_is_walked_rarely(num_objects, expected):
-    thresholds, walked = gc.get_threshold(), []
-    note = lambda phase, info: walked.append(info["generation"]) if phase == "start" else None  # noqa: E731
-    gc.callbacks.append(note)
-    try:
-        for rarely, full in zip((False, True), expected):
-            gc.set_threshold(1000, 2, 2)
-            gc.collect()
-            with frozen_heap.frozen_heap(rarely_full=rarely):
-                walked.clear()
-                kept = [[i] for i in range(num_objects)]
-                inside = set(walked)
-            assert gc.get_threshold() == (1000, 2, 2)
-            assert inside == ({0, 1, 2} if full else {0, 1})
-            del kept
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(note)
+def test_a_call_that_begins_while_another_begins_freezes_nothing(monkeypatch):
+    """The first would take the heap for the program's, and freeze none for a minute; at its end the second would thaw it."""
+    program_froze, inside, leave = frozen_heap._program_froze, threading.Event(), threading.Event()
 
+    def call():
+        with frozen_heap.frozen_heap():
+            inside.set()
+            assert leave.wait(60)
 
-def test_of_two_threads_that_call_at_once_one_freezes_the_heap(monkeypatch):
-    """The other would take the thresholds inside the first one's call for the program's."""
-    thresholds, inside, done, collect = gc.get_threshold(), threading.Barrier(2, timeout=60), [], gc.collect
+    other = threading.Thread(target=call)
 
-    def slowly(*generation):
-        time.sleep(0.05)  # as long as it takes with transformers imported
-        return collect(*generation)
+    def meanwhile():
+        monkeypatch.setattr(frozen_heap, "_program_froze", program_froze)
+        other.start()
+        assert inside.wait(60)
+        return program_froze()
 
-    def call(leaves_first):
-        with frozen_heap.frozen_heap(rarely_full=True):
-            inside.wait()
-            if not leaves_first:
-                assert ended.wait(60)
-        done.append(leaves_first)
-        ended.set()
-
-    monkeypatch.setattr(gc, "collect", slowly)
-    for _ in range(2):  # whichever is first, and whichever ends first
-        ended = threading.Event()
-        threads = [threading.Thread(target=call, args=(first,)) for first in (True, False)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (gc.get_threshold(), gc.get_freeze_count()) == (thresholds, 0)
-    assert len(done) == 4
+    monkeypatch.setattr(frozen_heap, "_program_froze", meanwhile)
+    with frozen_heap.frozen_heap():
+        leave.set()
+        other.join()
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == frozen_heap._looks_again == 0
 
 
 def test_a_process_that_is_to_end_walks_no_objects(tmp_path):

@@ -232,7 +232,7 @@ class EngineLoop:
             request.sample_index,
             request.output_token_ids[start:],
             [place - start for place in drafts[bisect_left(drafts, start) :] if place < output.num_told],
-            None if request.logprobs is None else request.logprobs[start:],
+            None if request.logprobs is None else request.logprobs.after(start),
             request.prompt_logprobs if start == 0 else None,
             request.num_cached_tokens,
             end,

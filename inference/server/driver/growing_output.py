@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ...engine.metrics import RequestStateStats, SpecDecodeMetrics
 from ...engine.stopping import GrowingText, StopChecker, final_text, stable_length
+from ...outputs import entries_of, prompt_entries_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class GrowingOutput:
             self._new_text(tokens.end is not None),
             tokens.token_ids,
             tokens.accepted_drafts,
-            tokens.logprobs,
-            tokens.prompt_logprobs,
+            entries_of(tokens.logprobs),
+            prompt_entries_of(tokens.prompt_logprobs),
             tokens.num_cached_tokens,
             **end,
         )

@@ -60,15 +60,15 @@ class End(NamedTuple):
 class Tokens(NamedTuple):
     """The new tokens of output number `sample` of prompt number `prompt`.
 
-    accepted_drafts: places in token_ids of accepted drafts, told of streams only. logprobs: one entry per token, None if not asked
-    for. prompt_logprobs: with the first tokens of sample 0, if asked for.
+    accepted_drafts: places in token_ids of accepted drafts, told of streams only. logprobs: of token_ids, None if not asked for.
+    prompt_logprobs: of the prompt's tokens but the first, with the first tokens of sample 0, if asked for.
     """
 
     prompt: int
     sample: int
     token_ids: list[int]
     accepted_drafts: list[int]
-    logprobs: list | None
-    prompt_logprobs: list | None
+    logprobs: object  # TokenLogprobs (inference/engine/logprobs.py), or None
+    prompt_logprobs: object  # TokenLogprobs, or None
     num_cached_tokens: int
     end: End | None

@@ -16,7 +16,7 @@ import headstart.inference.engine.launched as launched_module
 import headstart.inference.engine.step as step_module
 import headstart.inference.engine.target_scores as scores_module
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.logprobs import GatheredLogprobs
+from headstart.inference.engine.logprobs import TokenLogprobs
 from headstart.inference.engine.request import Request
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
@@ -234,7 +234,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["advance", "draw_first", "hand_over", "_hand_back", "run", "append", "read"])
+@pytest.mark.parametrize("where", ["advance", "draw_first", "hand_over", "_hand_back", "run", "append", "extend"])
 def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, where, late):
     """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
@@ -244,7 +244,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
     other = llm.session.submit(prompts[1], params[1]).requests[0]
     engine = llm.engine
     owners = {"advance": engine.drafter, "run": engine.graphs, "draw_first": engine.prompts, "append": Request}
-    owners |= {"read": GatheredLogprobs, "hand_over": engine_module}
+    owners |= {"extend": TokenLogprobs, "hand_over": engine_module}
     owner = owners.get(where, llm.engine)
     for place in range(1, 7):
         with raising(owner, where, place):
@@ -257,7 +257,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
         llm.engine.check()
     while not other.finished:
         llm.engine.step()
-    assert (other.output_token_ids, other.logprobs) == found[0.8][1]
+    assert (other.output_token_ids, other.logprobs.entries()) == found[0.8][1]
     # And the pages left in the prefix cache hold the content of their names.
     assert run(llm, [prompts[0]], temperature=0.8, **LONG) == found[0.8][:1]
     llm.engine.check()

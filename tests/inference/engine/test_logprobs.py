@@ -1,5 +1,7 @@
 """Logprobs of emitted and of prompt tokens: values, shape, and the same bits however they were computed."""
 
+import gc
+import pickle
 import random
 
 import pytest
@@ -11,6 +13,7 @@ from headstart.inference.engine import engine as engine_module
 from headstart.inference.engine.request import Request, Status
 from headstart.inference.engine.scheduler import ScheduledStep
 from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, TargetScores
+from headstart.inference.line import Call
 from headstart.inference.speculation.tree import build_static_tree, chain
 
 VOCAB = 97
@@ -175,7 +178,7 @@ def interrupted(target, prompts, expected, speculate):
         youngest = scheduler.active[-1] if len(scheduler.active) > 1 else None
         if youngest is not None and len(calls) % 3 == 0 and youngest.epoch < 2:
             one = youngest
-            seen.append((one.status, len(one.prompt_logprobs), len(one.prompt_token_ids), one.committed))
+            seen.append((one.status, 1 + len(one.prompt_logprobs), len(one.prompt_token_ids), one.committed))
             scheduler._preempt(one, ScheduledStep())
         return schedule(*given)
 
@@ -196,8 +199,8 @@ def test_preemption_loses_no_prompt_logprob_and_repeats_none(random_target, prom
 
 def test_equality_breaks_if_parts_are_appended_whatever_happened(random_target, prompts, plain, speculate, monkeypatch):
     def appended(self):
-        found = self.gathered.read(0, len(self.gathered.rank), self.request.params.prompt_logprobs)
-        self.request.prompt_logprobs.extend(found)
+        count = self.request.params.prompt_logprobs
+        self.request.prompt_logprobs.extend(self.gathered, 0, len(self.gathered.rank), count)
 
     monkeypatch.setattr(module.PromptPart, "deliver", appended)
     assert interrupted(random_target, prompts, plain[0.8], speculate)[0] != plain[0.8]
@@ -236,6 +239,51 @@ def test_equality_breaks_if_the_path_is_ignored(random_target, prompts, plain, s
     found = run(llm, prompts)
     assert tokens_of(found) == tokens_of(plain[0.8])
     assert found != plain[0.8]
+
+
+class Interrupted(module.GatheredLogprobs):
+    """An interrupt comes when its `name` is asked for."""
+
+    def __init__(self, gathered, name):
+        super().__init__(gathered.rank, gathered.ids, gathered.logprobs)
+        object.__setattr__(self, "name", name)
+
+    def __getattribute__(self, name):
+        if name == object.__getattribute__(self, "name"):
+            raise KeyboardInterrupt
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("name", ["ids", "logprobs", "rank"])
+def test_an_interrupt_leaves_numbers_that_can_be_cut_and_continued(name):
+    rows = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    gathered = module.gather_logprobs(rows, torch.arange(5), 6).on_host(lambda x: x)
+    whole, broken = module.TokenLogprobs(), module.TokenLogprobs()
+    whole.extend(gathered, 0, 5, 4)
+    broken.extend(gathered, 0, 2, 4)
+    with pytest.raises(KeyboardInterrupt):
+        broken.extend(Interrupted(gathered, name), 2, 5, 4)
+    assert len(broken) == 2
+    broken.cut(2)
+    broken.extend(gathered, 2, 5, 4)
+    assert (len(broken), broken.entries()) == (5, whole.entries())
+    assert broken.own() == [entry[token].logprob for token, entry in enumerate(whole.entries())]
+    for start in range(6):
+        told = pickle.loads(pickle.dumps(broken.after(start)))
+        assert (len(told), told.entries()) == (5 - start, whole.entries()[start:])
+
+
+def test_an_output_that_grows_is_nothing_for_the_garbage_collector(random_target, prompts):
+    llm, made = LLM(random_target, max_num_seqs=4), []
+    for length in (4, 200):
+        call = Call()
+        asked = SamplingParams(max_tokens=length, temperature=0.0, logprobs=20, prompt_logprobs=20, ignore_eos=True)
+        submissions = [llm.session.submit(prompt, asked, call) for prompt in prompts[:4]]
+        llm.session.drive(call, lambda _, call=call: len(call.ended) == 4)
+        gc.collect()
+        made.append(len(gc.get_objects()))
+        assert all(len(one.requests[0].logprobs) == length for one in submissions)
+    assert made[1] - made[0] < 500, "a dict or a Logprob per token or more"
 
 
 # --- processed ---

@@ -14,7 +14,12 @@ from headstart import LLM, SamplingParams
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.stopping import StopChecker, find_stop, stable_length
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.tests.inference.engine.small_tokenizers import llama2_tokenizer
+from headstart.tests.inference.engine.small_tokenizers import (
+    byte_level_tokenizer,
+    cleaning_tokenizer,
+    llama2_tokenizer,
+    wordpiece_tokenizer,
+)
 
 DEPTH = 5
 BLOCK = DEPTH + 1
@@ -124,6 +129,32 @@ def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(pla
                 assert (found is not None) == (stop in text)
                 if found:
                     break
+
+
+class Shouting(PreTrainedTokenizerFast):
+    def _decode(self, *given, **named):
+        return super()._decode(*given, **named).upper()
+
+
+def shouting_tokenizer():
+    return Shouting(tokenizer_object=byte_level_tokenizer().backend_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "make", [byte_level_tokenizer, cleaning_tokenizer, llama2_tokenizer, wordpiece_tokenizer, shouting_tokenizer]
+)
+@pytest.mark.parametrize("skips", [True, False])
+def test_text_is_the_tokenizers_own(make, skips):
+    tokenizer, dice = make(), random.Random(1)
+    checker = StopChecker(tokenizer, set(), SamplingParams(skip_special_tokens=skips))
+    for _ in range(300):
+        ids = [dice.randrange(len(tokenizer)) for _ in range(dice.randrange(1, 20))]
+        assert checker.decode(ids) == tokenizer.decode(ids, skip_special_tokens=skips)
+
+
+def test_text_of_a_tokenizer_whose_decode_was_replaced(plain, monkeypatch):
+    monkeypatch.setattr(plain.tokenizer, "decode", lambda ids, **options: f"{len(ids)} ids")
+    assert StopChecker(plain.tokenizer, set(), SamplingParams()).decode([5, 6]) == "2 ids"
 
 
 @pytest.mark.parametrize("stop", ["\n", "\n\n", "។", "x"])
