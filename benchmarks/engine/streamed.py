@@ -35,6 +35,8 @@ def record_streamed_steps(session, prompts, params):
         failed = EngineLoop(noted, Wire(ours)).run()
         reader.join()
     if noted.error is not None:
+        for submission in noted.submissions:
+            session.cancel(submission)
         raise noted.error
     if failed:
         raise RuntimeError("the engine failed while it streamed; the log says why")
@@ -61,14 +63,15 @@ class _NotedSession:
 
     def __init__(self, session, num_outputs, all_ended):
         self._session, self._left, self._all_ended = session, num_outputs, all_ended
-        self.record, self.error = StepRecord([]), None
+        self.record, self.submissions, self.error = StepRecord([]), [], None
 
     def __getattr__(self, name):
         return getattr(self._session, name)
 
     def submit(self, *given, **named):
         with self._errors_end_the_loop():
-            return self._session.submit(*given, **named)
+            self.submissions.append(self._session.submit(*given, **named))
+        return self.submissions[-1]
 
     def step(self):
         with self._errors_end_the_loop():

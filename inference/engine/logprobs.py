@@ -4,8 +4,8 @@
 token was drawn from, after all of the request's parameters (minus infinity for tokens that are not kept). Prompt tokens were not
 drawn, so their logprobs are always raw. At most SCORED_ROWS rows over the vocabulary are held at once.
 
-The engine keeps numbers (TokenLogprobs). Who reads an output makes Logprobs of them: made in every step, those of 5 tokens for each
-of 64 requests took the host 1.4 ms, and the garbage collector walked them.
+The engine keeps numbers (TokenLogprobs). Logprobs are made of them when somebody reads an output: to make those of 5 tokens for 64
+requests took the host a millisecond of every step, and the garbage collector walked them all.
 
 Letters: R rows, V vocabulary, W listed tokens per row.
 """
@@ -62,24 +62,16 @@ class TokenLogprobs:
 
     __slots__ = ("_ids", "_logprobs", "_ranks", "_width")
 
-    def __init__(self, width=1, ids=b"", logprobs=b"", ranks=b""):
-        self._width, self._ids, self._logprobs, self._ranks = (
-            width,
-            array("q", ids),
-            array("f", logprobs),
-            array("q", ranks),
-        )
+    def __init__(self):
+        self._width, self._ids, self._logprobs, self._ranks = 1, array("q"), array("f"), array("q")
 
     def __len__(self):
         return len(self._ranks)
 
-    def __reduce__(self):  # a tenth of what pickled arrays take
-        return TokenLogprobs, (self._width, self._ids.tobytes(), self._logprobs.tobytes(), self._ranks.tobytes())
-
     def extend(self, gathered, start, stop, count):
-        """Add rows start..stop-1 of a GatheredLogprobs on the host, with their `count` likeliest: always the same count.
+        """Add rows start..stop-1 of a GatheredLogprobs on the host.  count: of their likeliest tokens, the same in every call
 
-        The length changes last: after an interrupt what was added in part is cut off by `cut`.
+        The length changes last: after an interrupt `cut` removes what was added in part.
         """
         ids = gathered.ids[start:stop, : 1 + count]
         self._width = ids.shape[1]  # less if the vocabulary is smaller
@@ -93,10 +85,10 @@ class TokenLogprobs:
 
     def after(self, start):
         """TokenLogprobs of the tokens from number `start` on."""
-        first = start * self._width
-        return TokenLogprobs(
-            self._width, self._ids[first:].tobytes(), self._logprobs[first:].tobytes(), self._ranks[start:].tobytes()
-        )
+        found, first = TokenLogprobs(), start * self._width
+        found._width, found._ranks = self._width, self._ranks[start:]
+        found._ids, found._logprobs = self._ids[first:], self._logprobs[first:]
+        return found
 
     def own(self):
         """The log-probability of each token itself."""

@@ -46,9 +46,7 @@ class Request:
         default_factory=list
     )  # places in output_token_ids of drafts, of streamed requests
     logprobs: object = None  # if asked for: logprobs.TokenLogprobs of output_token_ids
-    prompt_logprobs: object = (
-        None  # if asked for: TokenLogprobs of the prompt's tokens but the first, as far as they are read
-    )
+    prompt_logprobs: object = None  # if asked for: of the prompt's tokens but the first, as far as they are read
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     seat: int | None = None  # row of the device's tables, while admitted

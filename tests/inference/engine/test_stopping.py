@@ -136,12 +136,31 @@ class Shouting(PreTrainedTokenizerFast):
         return super()._decode(*given, **named).upper()
 
 
+class Dashes(PreTrainedTokenizerFast):
+    @staticmethod
+    def clean_up_tokenization(text):
+        return text.replace(" - ", "-")
+
+
+def dashing_tokenizer():
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("x", "-", "<unk>"))}, unk_token="<unk>"))
+    return Dashes(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+
+
 def shouting_tokenizer():
     return Shouting(tokenizer_object=byte_level_tokenizer().backend_tokenizer)
 
 
 @pytest.mark.parametrize(
-    "make", [byte_level_tokenizer, cleaning_tokenizer, llama2_tokenizer, wordpiece_tokenizer, shouting_tokenizer]
+    "make",
+    [
+        byte_level_tokenizer,
+        cleaning_tokenizer,
+        llama2_tokenizer,
+        wordpiece_tokenizer,
+        shouting_tokenizer,
+        dashing_tokenizer,
+    ],
 )
 @pytest.mark.parametrize("skips", [True, False])
 def test_text_is_the_tokenizers_own(make, skips):
@@ -150,6 +169,7 @@ def test_text_is_the_tokenizers_own(make, skips):
     for _ in range(300):
         ids = [dice.randrange(len(tokenizer)) for _ in range(dice.randrange(1, 20))]
         assert checker.decode(ids) == tokenizer.decode(ids, skip_special_tokens=skips)
+    assert (checker._decode == tokenizer.backend_tokenizer.decode) == (make in (byte_level_tokenizer, llama2_tokenizer))
 
 
 def test_text_of_a_tokenizer_whose_decode_was_replaced(plain, monkeypatch):
