@@ -1,7 +1,7 @@
 """Results of LLM.generate: a prompt, its outputs, and counts of their accepted drafts."""
 
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 
 from .engine.metrics import RequestStateStats, SpecDecodeMetrics
 from .engine.stopping import final_text
@@ -74,11 +74,12 @@ class RequestOutput:
     __getstate__ = _all_made
 
 
-def make_output(text, group, tokenizer, eos_token_ids):
-    """The RequestOutput of one prompt.  text: the prompt's, or None; group: its Requests, one per output"""
-    outputs, text_of = [], None
-    if tokenizer is not None and group[0].params.detokenize:
-        text_of = cache(lambda token: tokenizer.decode([token]))
+def make_output(text, group, text_of, eos_token_ids):
+    """The RequestOutput of one prompt.
+
+    text: the prompt's, or None; group: its Requests, one per output; text_of(token id): its text, None if there is no tokenizer
+    """
+    outputs, text_of = [], text_of if group[0].params.detokenize else None
     for request in group:
         by_eos = request.stop_reason in eos_token_ids and not request.params.ignore_eos
         outputs.append(
