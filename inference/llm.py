@@ -274,7 +274,7 @@ class LLM:
         except BaseException:
             self.session.leave(call)
             raise
-        return [self.session.output(submission) for submission in submissions]
+        return self.session.outputs(submissions)
 
     def stream(self, prompt, sampling_params=None):
         """Yield the output's text in pieces as they become final; returns the RequestOutput (StopIteration.value)."""

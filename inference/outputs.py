@@ -1,37 +1,9 @@
 """Results of LLM.generate: a prompt, its outputs, and counts of their accepted drafts."""
 
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 
 from .engine.metrics import RequestStateStats, SpecDecodeMetrics
 from .engine.stopping import final_text
-from .frozen_heap import frozen_heap
-
-
-class MadeWhenRead:
-    """A field of a dataclass, by default None. A function that is given is called when somebody reads the field, once."""
-
-    def __set_name__(self, owner, name):
-        self._key = f"_{name}"
-
-    def __get__(self, instance, owner):
-        if instance is None:
-            return None
-        value = vars(instance)[self._key]
-        if callable(value):
-            with frozen_heap():
-                value = vars(instance)[self._key] = value()
-        return value
-
-    def __set__(self, instance, value):
-        vars(instance)[self._key] = value
-
-
-def _all_made(output):
-    """What a copy of an output holds, and its pickle: no functions."""
-    for one in fields(output):
-        getattr(output, one.name)
-    return vars(output)
 
 
 @dataclass
@@ -47,11 +19,9 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: object = None
-    logprobs: list | None = MadeWhenRead()  # per token {token id: Logprob}, the emitted token first, then the likeliest
+    logprobs: list | None = None  # per token {token id: Logprob}, the emitted token first, then the likeliest
     cumulative_logprob: float | None = None  # of the emitted tokens, where logprobs were asked for
     spec_decode_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
-
-    __getstate__ = _all_made
 
     def finished(self):
         """Whether the output has ended."""
@@ -67,11 +37,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: list | None = MadeWhenRead()  # None for the first token, then as CompletionOutput.logprobs
+    prompt_logprobs: list | None = None  # None for the first token, then as CompletionOutput.logprobs
     metrics: RequestStateStats | None = None  # times, of the first output
     num_cached_tokens: int | None = None  # tokens of the prompt found in the cache, for the first output
-
-    __getstate__ = _all_made
 
 
 def make_output(text, group, text_of, eos_token_ids):
@@ -89,7 +57,7 @@ def make_output(text, group, text_of, eos_token_ids):
                 token_ids=request.output_token_ids,
                 finish_reason=request.finish_reason,
                 stop_reason=None if by_eos else request.stop_reason,
-                logprobs=partial(entries_of, request.logprobs, text_of),
+                logprobs=entries_of(request.logprobs, text_of),
                 cumulative_logprob=None if request.logprobs is None else sum(request.logprobs.own(), 0.0),
                 spec_decode_metrics=request.metrics,
             )
@@ -99,7 +67,7 @@ def make_output(text, group, text_of, eos_token_ids):
         text,
         group[0].prompt_token_ids,
         outputs,
-        prompt_logprobs=partial(prompt_entries_of, group[0].prompt_logprobs, text_of),
+        prompt_logprobs=prompt_entries_of(group[0].prompt_logprobs, text_of),
         metrics=group[0].times,
         num_cached_tokens=group[0].num_cached_tokens,
     )

@@ -13,7 +13,7 @@ requests. Not done here: waiting for prompts, making threads.
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 from .checked_prompt import CheckedPrompt, PromptChecker
 from .engine.logprobs import TokenLogprobs
@@ -23,8 +23,6 @@ from .frozen_heap import frozen_heap
 from .grammar.grammars import Grammars
 from .line import Call, Line
 from .outputs import make_output
-
-TOKEN_TEXTS = 2**17  # texts of tokens that are remembered, some 100 bytes each
 
 
 @dataclass(eq=False)
@@ -175,11 +173,16 @@ class Session:
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self._text_of, eos_token_ids)
 
+    def outputs(self, submissions):
+        """The RequestOutputs of submissions that have ended. Of 64 with log-probabilities 100,000 objects are made."""
+        with frozen_heap():
+            return [self.output(submission) for submission in submissions]
+
     @cached_property
     def _text_of(self):
         """The text of one token, remembered, since outputs with log-probabilities ask for many; None without a tokenizer."""
         tokenizer = self.tokenizer
-        return None if tokenizer is None else lru_cache(TOKEN_TEXTS)(lambda token: tokenizer.decode([token]))
+        return None if tokenizer is None else cache(lambda token: tokenizer.decode([token]))
 
     def _matchers(self, prompt):
         """The Matcher of each output of a CheckedPrompt, None for free text."""

@@ -34,9 +34,10 @@ def record_streamed_steps(session, prompts, params):
         reader.start()
         failed = EngineLoop(noted, Wire(ours)).run()
         reader.join()
-    if noted.error is not None:
+    if failed or noted.error is not None:
         for submission in noted.submissions:
             session.cancel(submission)
+    if noted.error is not None:
         raise noted.error
     if failed:
         raise RuntimeError("the engine failed while it streamed; the log says why")

@@ -4,7 +4,7 @@
 token was drawn from, after all of the request's parameters (minus infinity for tokens that are not kept). Prompt tokens were not
 drawn, so their logprobs are always raw. At most SCORED_ROWS rows over the vocabulary are held at once.
 
-The engine keeps numbers (TokenLogprobs). Logprobs are made of them when somebody reads an output: to make those of 5 tokens for 64
+The engine keeps numbers (TokenLogprobs). Logprobs are made of them when an output has ended: to make those of 5 tokens for 64
 requests took the host a millisecond of every step, and the garbage collector walked them all.
 
 Letters: R rows, V vocabulary, W listed tokens per row.

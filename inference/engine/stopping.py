@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerFast
 
@@ -78,7 +78,7 @@ class StopChecker:
 
     @cached_property
     def _decode(self):
-        """tokenizer.decode; its backend's where the rest only looks at every id, which takes most of the time."""
+        """tokenizer.decode, or its backend's where transformers adds only a look at every id, which takes most of the time."""
         names = ("decode", "_decode", "clean_up_tokenization")
         methods, usual = [
             [getattr(one, name, None) for name in names] for one in (self.tokenizer, PreTrainedTokenizerFast)
@@ -90,16 +90,12 @@ class StopChecker:
         """Whether the next token may change what this one makes of the text's end: a byte of a run, or no text of its own."""
         return not self.decode([token]) or BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token)) is not None
 
-    @property
+    @cached_property
     def cleans_up(self):
         """Whether decoding takes spaces before marks out of the text: clean_up_tokenization_spaces, which BPE tokenizers ignore."""
-        asked = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
-        return bool(asked) and _takes_out_spaces(self.tokenizer)
-
-
-@lru_cache(8)
-def _takes_out_spaces(tokenizer):
-    return " ." not in tokenizer.decode(tokenizer("x .", add_special_tokens=False)["input_ids"])
+        if not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            return False
+        return " ." not in self.tokenizer.decode(self.tokenizer("x .", add_special_tokens=False)["input_ids"])
 
 
 def join_special(text, token_ids, tokenizer):

@@ -49,4 +49,5 @@ def test_an_error_while_the_engine_streams_is_raised(tiny_target, monkeypatch, m
     with pytest.raises(type(error)) as raised:
         record_streamed_steps(llm.session, [[5, 6], [7, 8]], SamplingParams(max_tokens=3))
     assert raised.value is error
+    assert not llm.engine.scheduler.has_unfinished
     assert "streams" not in {thread.name for thread in threading.enumerate()}

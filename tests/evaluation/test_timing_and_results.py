@@ -15,7 +15,7 @@ from headstart.kernels.numerics import NUMERICS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_profiler_says_nothing_between_the_lines():
+def test_the_profilers_library_says_nothing_between_the_lines():
     """In a process of its own: the library reads its level once, and other tests use the profiler, too."""
     script = "import torch\nfrom headstart.evaluation.timing import Repeatable\n"
     script += "assert Repeatable(lambda: torch.ones(9) + 1, 'cpu').shares()"

@@ -138,6 +138,19 @@ def test_a_call_that_begins_while_another_begins_freezes_nothing(monkeypatch):
     assert gc.get_freeze_count() == frozen_heap._looks_again == 0
 
 
+def test_an_interrupt_as_a_call_begins_keeps_no_later_call_from_freezing(monkeypatch):
+    class Interrupted(dict):
+        def setdefault(self, *given):
+            super().setdefault(*given)
+            raise KeyboardInterrupt
+
+    taken = Interrupted()
+    monkeypatch.setattr(frozen_heap, "_outermost", taken)
+    with pytest.raises(KeyboardInterrupt), frozen_heap.frozen_heap():
+        pass
+    assert taken == {}
+
+
 def test_a_process_that_is_to_end_walks_no_objects(tmp_path):
     """Python's end does, unless it is told."""
     script = "import gc\nfrom headstart.inference.frozen_heap import end_without_collecting\n"

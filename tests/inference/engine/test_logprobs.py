@@ -273,22 +273,6 @@ def test_an_interrupt_leaves_numbers_that_can_be_cut_and_continued(name):
         assert (len(told), told.entries()) == (5 - start, whole.entries()[start:])
 
 
-def test_logprobs_of_an_output_are_made_when_they_are_read(random_target, prompts, plain, monkeypatch):
-    made, entries = [], module.TokenLogprobs.entries
-    monkeypatch.setattr(module.TokenLogprobs, "entries", lambda one, *given: made.append(1) or entries(one, *given))
-    params = SamplingParams(seed=3, temperature=0.8, **PARAMS)
-    (output,) = LLM(random_target, max_num_seqs=4).generate([prompts[3]], params)
-    assert output.outputs[0].cumulative_logprob == plain[0.8][3][2]
-    assert made == []
-    assert output.outputs[0].logprobs is output.outputs[0].logprobs
-    assert made == [1]
-    again = pickle.loads(pickle.dumps(output))
-    assert made == [1, 1]
-    assert again == output
-    assert (again.outputs[0].token_ids, again.outputs[0].logprobs) == plain[0.8][3][:2]
-    assert again.prompt_logprobs == plain[0.8][3][3]
-
-
 def test_an_output_that_ends_without_a_token_has_no_entries(random_target, prompts):
     llm = LLM(random_target, max_num_seqs=4)
     call = Call()
