@@ -12,6 +12,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.inference import frozen_heap
 from headstart.inference.line import Call
+from headstart.inference.session import Session
 
 pytestmark = pytest.mark.usefixtures("thawed_heap")
 
@@ -58,6 +59,17 @@ def test_no_collection_walks_what_was_there_before_a_call_and_all_is_collected_a
     assert seen == [True] * 3
     gc.collect()
     assert alive[0]() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_outputs_of_a_call_are_made_while_no_collection_walks_what_was_there_before(target_folder, monkeypatch):
+    llm, counts, output = LLM(str(target_folder), dtype="float32"), [], Session.output
+    monkeypatch.setattr(
+        Session, "output", lambda session, given: counts.append(gc.get_freeze_count()) or output(session, given)
+    )
+    llm.generate(["a", "b"], SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))
+    assert min(counts) > 1000
+    assert len(counts) == 2
     assert gc.get_freeze_count() == 0
 
 
