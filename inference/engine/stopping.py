@@ -4,8 +4,6 @@ import itertools
 import re
 from functools import cached_property
 
-from transformers import PreTrainedTokenizerFast
-
 MARGIN = 16
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # name of a byte where a run of bytes is decoded as a whole: Llama 2, Mistral
 CLEANED = 8  # more characters than transformers' clean_up_tokenization changes together, such as " n ' t" to "n't"
@@ -79,6 +77,10 @@ class StopChecker:
     @cached_property
     def _decode(self):
         """tokenizer.decode, or its backend's where transformers adds only a look at every id, which takes most of the time."""
+        from transformers import (
+            PreTrainedTokenizerFast,
+        )  # takes a second, and not all who import this file have a tokenizer
+
         names = ("decode", "_decode", "clean_up_tokenization")
         methods, usual = [
             [getattr(one, name, None) for name in names] for one in (self.tokenizer, PreTrainedTokenizerFast)
