@@ -335,6 +335,15 @@ def test_engine_says_when_outputs_are_too_short_for_a_steady_state(bench):
 
 
 @pytest.mark.slow
+def test_engine_says_when_the_cache_does_not_hold_the_requests(bench, monkeypatch):
+    monkeypatch.setattr("headstart.inference.engine.engine.pages_that_fit", lambda *given, least, **named: least)
+    lines, found = bench(
+        "engine", "--head", "none", "--batch", "1,2", "--prompt-tokens", "50", "--new-tokens", "60", "--no-startup"
+    )  # fmt: skip
+    assert [row["batch"] for row in found["rows"]] == [1]
+    assert any("batch 2: left out" in line and "cache of 2 pages does not hold them" in line for line in lines)
+
+
 def test_engine_measures_start_up_in_processes_of_their_own(bench):
     _, found = bench(
         "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "40"
