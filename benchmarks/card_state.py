@@ -1,24 +1,70 @@
-"""The clock and the power of a GPU while a benchmark runs, as nvidia-smi reads them.
+"""The clock and the power of a GPU under some work, as nvidia-smi reads them.
 
-At its power limit a GPU lowers its clock until the power fits, so a figure of a full card is one of that limit.
+A GPU lowers its clock until its power is within its limit, so the limit decides the speed of a busy one. The work is repeated for
+this alone: what the queries cost belongs to no figure.
 """
 
 import shutil
 import subprocess
-import threading
 import time
+from contextlib import suppress
 from statistics import median
 
 import torch
 
-QUERY = "clocks.sm,power.draw.instant"  # MHz, W
-LIMITS = "clocks.max.sm,power.limit"
+SECONDS = 3.0  # of the work
+SETTLED = 1.0  # seconds until the power has settled
 EVERY_MS = 100
+LIMITS = "clocks.max.sm,power.limit"  # MHz, W
+STATE = "clocks.sm,power.draw.instant"
 UNKNOWN = {"clock": None, "watts": None}
 
 
-def card_command(device, query, *more):
-    """The command that prints such values of a device as numbers, one line each time; None where nvidia-smi does not know it."""
+def card_limits(device):
+    """{"clock": the highest in MHz, "watts": the power limit} of a GPU; None where nvidia-smi does not say them."""
+    command = _command(device, LIMITS)
+    try:
+        found = command and subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        found = None
+    values = found and _values(found)
+    return values and dict(zip(UNKNOWN, values))
+
+
+def state_under(work, device):
+    """Repeat `work`, a function that launches something, for SECONDS.  -> {"clock": MHz, "watts": W}, medians, or UNKNOWN"""
+    command = _command(device, STATE, f"--loop-ms={EVERY_MS}")
+    if command is None:
+        return dict(UNKNOWN)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        process, said = subprocess.Popen(command, **pipes), ""
+    except OSError:
+        return dict(UNKNOWN)
+    try:
+        end = time.perf_counter() + SECONDS
+        while time.perf_counter() < end:
+            for _ in range(10):
+                work()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
+    finally:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver is left alone
+            said, _ = process.communicate(timeout=20)
+    whole_lines = said.split("\n")[:-1]
+    found = [values for values in map(_values, whole_lines) if values]
+    found = found[int(SETTLED * 1000 / EVERY_MS) :]
+    return dict(zip(UNKNOWN, map(median, zip(*found)))) if found else dict(UNKNOWN)
+
+
+def state_text(state):
+    """` at 1485 MHz and 708 W`, or nothing where that is not known."""
+    return "" if state["watts"] is None else f" at {state['clock']:.0f} MHz and {state['watts']:.0f} W"
+
+
+def _command(device, query, *more):
+    """The command that prints such values of a device, a line each time; None where nvidia-smi cannot."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip or not shutil.which("nvidia-smi"):
         return None
@@ -26,54 +72,10 @@ def card_command(device, query, *more):
     return ["nvidia-smi", f"--id=GPU-{card}", f"--query-gpu={query}", "--format=csv,noheader,nounits", *more]
 
 
-def read_values(line):
+def _values(line):
     """The numbers of one line of nvidia-smi: (MHz, W), or None for a line that says something else."""
     try:
         clock, watts = map(float, line.split(","))
     except ValueError:
         return None
     return clock, watts
-
-
-def card_limits(device):
-    """(highest clock in MHz, power limit in W) of a GPU; None where they are not known."""
-    command = card_command(device, LIMITS)
-    if command is None:
-        return None
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return read_values(found.stdout)
-
-
-class CardState:
-    """Samples of a device's clock and power, taken by a process beside, ten a second while this context lasts; none of a CPU."""
-
-    def __init__(self, device):
-        self._command = card_command(device, QUERY, f"--loop-ms={EVERY_MS}")
-        self._process, self._samples = None, []
-
-    def __enter__(self):
-        if self._command is not None:
-            self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
-            )
-            threading.Thread(target=self._read, name="card state", daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self):
-        for line in self._process.stdout:
-            values = read_values(line)
-            if values is not None:
-                self._samples.append((time.perf_counter(), *values))
-
-    def between(self, begin, end):
-        """{"clock": MHz, "watts": W}: medians of the samples between two times of time.perf_counter; None where there are none."""
-        found = [values for when, *values in list(self._samples) if begin <= when <= end]
-        return {name: median(values) for name, values in zip(UNKNOWN, zip(*found))} if found else dict(UNKNOWN)

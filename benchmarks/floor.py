@@ -40,12 +40,16 @@ def product_rate(device, dtype, lasting=False):
     lasting: the median over three seconds, most of which a GPU is at its power limit. Ten products after a pause gave 680 to 792
     TFLOP/s in 28 runs on H100s.
     """
-    device = torch.device(device)
-    side = SQUARE[device.type]
+    kind = torch.device(device).type
+    repeats = LASTING[kind] if lasting else PRODUCTS
+    return 2 * SQUARE[kind] ** 3 / (large_product(device, dtype).time(repeats).p50 * 1e-3)
+
+
+def large_product(device, dtype):
+    """The product that gives this rate: a Repeatable."""
+    side = SQUARE[torch.device(device).type]
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    product = Repeatable(lambda: a @ b, device)
-    repeats = LASTING[device.type] if lasting else PRODUCTS
-    return 2 * side**3 / (product.time(repeats).p50 * 1e-3)
+    return Repeatable(lambda: a @ b, device)
 
 
 def layer_bytes(layer):

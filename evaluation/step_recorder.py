@@ -57,24 +57,14 @@ class StepRecord:
 
         Raises NoSteadyState if there are too few such steps.
         """
-        kept = self._steady_notes(batch)
-        steps = [(b[0] - a[0]) * 1e3 for a, b in itertools.pairwise(kept)]
-        return kept[-1][1] - kept[0][1], kept[-1][0] - kept[0][0], steps
-
-    def steady_span(self, batch):
-        """When these steps began and ended, by time.perf_counter."""
-        kept = self._steady_notes(batch)
-        return kept[0][0], kept[-1][0]
-
-    def _steady_notes(self, batch):
-        """[(time, decoded tokens)] after each of these steps, and before the first."""
         *_, num_prompt_tokens, _ = self.notes[-1]
         kept = [note[:2] for note in self.notes if note[2:] == (num_prompt_tokens, batch)][SETTLING:-SETTLING]
         if len(kept) < 2:
             raise NoSteadyState(
                 f"no steady state with {batch} requests: outputs ended before all prompts were computed; raise --new-tokens"
             )
-        return kept
+        steps = [(b[0] - a[0]) * 1e3 for a, b in itertools.pairwise(kept)]
+        return kept[-1][1] - kept[0][1], kept[-1][0] - kept[0][0], steps
 
     def split(self, filling, late):
         """Milliseconds of the steps over a full batch.  -> {"plain": [...], "admitting": [...], "launching": [...]}

@@ -10,8 +10,8 @@ both while every output is streamed, as the server does it (streamed.py).
 
 The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
 keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long
-under load: a large square product reaches a rate that a few hundred rows do not. The clock and the power are those of the steady
-state (card_state.py): a card at its power limit lowers its clock.
+under load: a large square product reaches a rate that a few hundred rows do not. The clock and the power are those of
+the step's graph alone (card_state.py): a card at its power limit lowers its clock.
 
 Also measured: the time to the first token of one prompt; with `startup`, the time from a process's start to its first token, with a
 cold and a warm Triton cache; and the greatest memory taken.
@@ -19,7 +19,6 @@ cold and a warm Triton cache; and the greatest memory taken.
 
 import math
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,8 @@ from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
 from ...inference.speculation.speculation import choose_speculation
-from ..card_state import CardState, card_limits
-from ..floor import StepFloor, copy_bandwidth, product_rate
+from ..card_state import UNKNOWN, card_limits, state_text, state_under
+from ..floor import StepFloor, copy_bandwidth, large_product, product_rate
 from ..library import library_products
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
@@ -124,7 +123,8 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         raise ValueError(
             f"--prompt-tokens and --new-tokens must be at least 2, got {settings.prompt_tokens} and {settings.new_tokens}"
         )
-    shared, speculative = settings.lm_head == "shared", None
+    shared = settings.lm_head == "shared"
+    speculative = None
     if settings.head is None:
         check_fits(settings.shape, device, dtype)
     else:
@@ -147,12 +147,11 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
             for which, seconds in found.items()
         )
         report.state(f"from the start of a process to its first token: {said}", startup=found)
-    with CardState(device) as card:
-        _measure(settings, report, device, dtype, length, speculative, card)
+    _measure(settings, report, device, dtype, length, speculative)
     return report.finish()
 
 
-def _measure(settings, report, device, dtype, length, speculative, card):
+def _measure(settings, report, device, dtype, length, speculative):
     """All lines.  length: tokens of prompt and output; speculative: keys of the speculative_config, None: plain decoding alone"""
     # This LLM holds the weights, which every measured engine shares; its cache is not used.
     config = config_of_shape(settings.shape)
@@ -165,13 +164,11 @@ def _measure(settings, report, device, dtype, length, speculative, card):
         max_num_seqs=1,
         enforce_eager=True,
     )
-    floor = _state_rates(report, base, dtype, card)
-    bench = EngineBench(settings, report, base, floor, card)
+    bench = EngineBench(settings, report, base, _state_rates(report, base, dtype))
     bench.measure_draft("plain", None)
     if speculative is None:
         return
-    # What is freed goes back first: a head that lay in the memory of the cache before it would keep all of that from the next one.
-    release(base.device)
+    release(base.device)  # a head placed in the memory of the old cache would keep all of it from the next cache
     depth, shared = settings.num_speculative_tokens, settings.lm_head == "shared"
     speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
     name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
@@ -180,19 +177,19 @@ def _measure(settings, report, device, dtype, length, speculative, card):
             bench.measure_draft(name + way, speculative | {"acceptance_length": acceptance} | asked)
 
 
-def _state_rates(report, base, dtype, card):
+def _state_rates(report, base, dtype):
     """Measure the rates of a copy and of large products, and state them.  -> StepFloor"""
-    bandwidth, begin = copy_bandwidth(base.device), time.perf_counter()
-    rate = product_rate(base.device, dtype, lasting=True)
-    at, limits = card.between(begin, time.perf_counter()), card_limits(base.device)
-    where = f" at {at['clock']:.0f} MHz and {at['watts']:.0f} W" if at["watts"] else ""
-    where += f" (the card: up to {limits[0]:.0f} MHz, {limits[1]:.0f} W)" if limits else ""
+    device = base.device
+    bandwidth, rate = copy_bandwidth(device), product_rate(device, dtype, lasting=True)
+    limits, at = card_limits(device), state_under(large_product(device, dtype), device)
+    most = f" (limits: {limits['clock']:.0f} MHz, {limits['watts']:.0f} W)" if limits else ""
     report.state(
-        f"copy {bandwidth / 1e12:.3f} TB/s (bytes read and written), products {rate / 1e12:.1f} TFLOP/s over time{where}",
+        f"copy {bandwidth / 1e12:.3f} TB/s (bytes read and written), products {rate / 1e12:.1f} TFLOP/s over time"
+        f"{state_text(at)}{most}",
         copy_bytes_per_second=round(bandwidth),
         products_per_second=round(rate),
         products_at=at,
-        card_limits=limits and dict(zip(at, limits)),
+        card_limits=limits,
     )
     return StepFloor(base.engine.decoder, bandwidth, rate)
 
@@ -200,9 +197,8 @@ def _state_rates(report, base, dtype, card):
 class EngineBench:
     """Builds an engine per way of drafting, runs it at every batch size and writes the lines."""
 
-    def __init__(self, settings, report, base, floor, card):
-        self.settings, self.report, self.base, self.floor, self.card = settings, report, base, floor, card
-        self.dice = random.Random(0)
+    def __init__(self, settings, report, base, floor):
+        self.settings, self.report, self.base, self.floor, self.dice = settings, report, base, floor, random.Random(0)
 
     def measure_draft(self, draft, speculative):
         """The lines of one way of drafting; with plain decoding the first token too."""
@@ -255,14 +251,17 @@ class EngineBench:
         if plan.measures:  # first it learns the cost and the acceptance of each depth
             llm.generate(self.prompts(llm, batch), params)
         before = num_steps_by_depth(plan)
-        metrics, preempted = llm.engine.metrics, llm.engine.metrics.num_preemptions
         recorded = record(llm.session, self.prompts(llm, batch), params)
-        if metrics.num_preemptions > preempted:
+        try:
+            tokens, seconds, steps = recorded.steady(batch)
+        except NoSteadyState:
+            pages, needed = llm.engine.scheduler.num_pages, batch * llm.engine.seats.block_table.shape[1]
+            if pages >= needed:
+                raise
             raise NoSteadyState(
-                f"no steady state with {batch} requests: the cache of {llm.engine.scheduler.num_pages} pages does not hold them, "
-                "so some had to wait for others to end; lower --batch, --prompt-tokens or --new-tokens"
-            )
-        tokens, seconds, steps = recorded.steady(batch)
+                f"no steady state with {batch} requests: they need {needed} pages of the cache, which holds {pages}, so some "
+                "waited for others to end; lower --batch, --prompt-tokens or --new-tokens"
+            ) from None
         mean = seconds * 1e3 / len(steps)
         chosen = num_steps_by_depth(plan) - before
         # The step of the whole tree alone: an engine that cuts the tree has several steps, and none to compare with.
@@ -280,7 +279,7 @@ class EngineBench:
             "of_graph": graph and graph / mean,
             "steps": len(steps),
             "shares": alone and alone.shares(),
-            **self.card.between(*recorded.steady_span(batch)),
+            **(state_under(alone, llm.device) if alone else UNKNOWN),
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }
 

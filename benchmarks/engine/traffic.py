@@ -35,14 +35,12 @@ from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
 from ...inference.speculation.speculation import choose_speculation
 from ...kernels.jit import triton
-from ..card_state import CardState
 from ..floor import StepFloor, copy_bandwidth, product_rate, weight_bytes
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
 from .engine import ways_of_drafting
 from .startup import FIRST_TOKENS, first_tokens_ms
 
-CARD = {"clock": ("MHz", 5, decimals(0)), "watts": ("W", 4, decimals(0))}  # of card_state.py
 THROUGHPUT = {
     "draft": ("draft", 20, plain),
     "tokens_per_second": ("output tokens/s", 15, decimals(0)),
@@ -52,7 +50,6 @@ THROUGHPUT = {
     "tokens_per_step": ("tokens/step", 11, decimals(2)),
     "floor": ("floor s", 8, decimals(2)),
     "over_floor": ("x floor", 7, decimals(2)),
-    **CARD,
 }
 STALLS = {
     "draft": ("draft", 20, plain),
@@ -67,7 +64,6 @@ STALLS = {
     "ratio_p99": ("x p99", 6, decimals(2)),
     "first_p50": ("first token p50 ms", 18, decimals(1)),
     "first_p99": ("p99", 7, decimals(1)),
-    **CARD,
 }
 PERMILLE = {"p50": 500, "p99": 990, "p999": 999}
 STALL_OUTPUTS = (40, 120)  # tokens of an output beside stalls: short, so that prompts keep entering
@@ -133,14 +129,13 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
             name = settings.head if "adaptive" in asked else f"{settings.head} chain of {depth}"
             drafts[name + way] = speculative | asked
     rates = copy_bandwidth(base.device), product_rate(base.device, dtype, lasting=True)
-    with CardState(base.device) as card:
-        bench = TrafficBench(settings, report, base, card, *rates)
-        for draft, speculative in drafts.items():
-            bench.measure_throughput(draft, speculative)
-        report.note("")
-        report.table(STALLS)
-        for draft, speculative in drafts.items() if settings.stalls else ():
-            bench.measure_stalls(draft, speculative)
+    bench = TrafficBench(settings, report, base, *rates)
+    for draft, speculative in drafts.items():
+        bench.measure_throughput(draft, speculative)
+    report.note("")
+    report.table(STALLS)
+    for draft, speculative in drafts.items() if settings.stalls else ():
+        bench.measure_stalls(draft, speculative)
     bench.state()
     return report.finish()
 
@@ -192,9 +187,8 @@ def prepared_kernels():
 class TrafficBench:
     """Builds an engine per draft and table, sends it the traffic and writes the lines."""
 
-    def __init__(self, settings, report, base, card, bandwidth, rate):
-        self.settings, self.report, self.base, self.card = settings, report, base, card
-        self.bandwidth, self.rate = bandwidth, rate
+    def __init__(self, settings, report, base, bandwidth, rate):
+        self.settings, self.report, self.base, self.bandwidth, self.rate = settings, report, base, bandwidth, rate
         self.decoder, self.vocab_size = base.engine.decoder, base.engine.decoder.vocab_size
         self.first_tokens, self.prepared = {}, {}  # {draft: median ms}, {draft: {phase: {kernel: count}}}
 
@@ -225,7 +219,6 @@ class TrafficBench:
             start = time.perf_counter()
             outputs = [found.outputs[0] for found in llm.generate(prompts, params)]
             seconds = time.perf_counter() - start
-        card = self.card.between(start, start + seconds)
         lengths = [(len(prompt), len(output.token_ids)) for prompt, output in zip(prompts, outputs)]
         num_steps = [new - 1 for _, new in lengths]
         if speculative is not None:
@@ -245,7 +238,7 @@ class TrafficBench:
             "prompt_tokens": num_prompt,
             "output_tokens": num_new,
         }
-        self.report.add(row | floor | card)
+        self.report.add(row | floor)
         with self.counting(draft, "first token"):
             self.first_tokens[draft] = self.first_token(llm)
 
@@ -290,8 +283,7 @@ class TrafficBench:
             if steps["plain"] and steps["admitting"]:
                 row |= {f"ratio_{p}": row[f"admitting_{p}"] / row[f"plain_{p}"] for p in PERMILLE}
             entered = [one.requests[0].times.first_token_latency * 1e3 for one in record.submissions[seats:]]
-            card = self.card.between(record.notes[0][0], record.notes[-1][0])
-            self.report.add(row | quantiles("first", entered) | card)
+            self.report.add(row | quantiles("first", entered))
 
     def state(self):
         """The facts about all lines."""

@@ -1,61 +1,67 @@
-"""The clock and power of a card: which lines of nvidia-smi count, which samples belong to a span, when the process ends."""
+"""The clock and power of a card: which lines of nvidia-smi count, and that its process ends, whatever happens."""
 
+import subprocess
 import sys
-import time
 
 import pytest
 
 from headstart.benchmarks import card_state
-from headstart.benchmarks.card_state import CardState, read_values
+from headstart.benchmarks.card_state import UNKNOWN, card_limits, state_under
 
-LINES = "import time\nprint('1980, 124.5', '[N/A], 3', '1500, 690', '1400, 694', sep='\\n', flush=True)\ntime.sleep(60)"
+# The first ten lines are those before the power has settled; one is not of numbers, the last one is cut.
+LINES = ["1980, 124.5"] * 10 + ["[N/A], 3", "1500, 690", "1400, 694", "1350, 708", "13"]
+SAYS = "import time\nprint({!r}, end='', flush=True)\ntime.sleep(60)"
+
+
+def program(text):
+    return [sys.executable, "-c", SAYS.format(text)]
 
 
 @pytest.fixture
-def commands(monkeypatch):
-    """nvidia-smi is a program that prints four lines and goes on; a list of the options asked for."""
-    asked = []
+def processes(monkeypatch):
+    """nvidia-smi prints LINES and goes on; a list of the processes, which it fills."""
+    started = []
 
-    def command(device, query, *more):
-        asked.append((device, query, *more))
-        return [sys.executable, "-c", LINES]
+    def start(*given, popen=subprocess.Popen, **named):
+        started.append(popen(*given, **named))
+        return started[-1]
 
-    monkeypatch.setattr(card_state, "card_command", command)
-    return asked
-
-
-def samples_of(card, count):
-    """Wait for so many samples.  -> their times"""
-    for _ in range(3000):
-        if len(card._samples) >= count:
-            return [when for when, *_ in card._samples]
-        time.sleep(0.01)
-    pytest.fail(f"{len(card._samples)} samples of {count}")
+    monkeypatch.setattr(card_state, "_command", lambda device, query, *more: program("\n".join(LINES)))
+    monkeypatch.setattr(card_state.subprocess, "Popen", start)
+    monkeypatch.setattr(card_state, "SECONDS", 2.0)
+    return started
 
 
-def test_a_span_has_the_medians_of_its_samples_and_the_process_ends_with_the_context(commands):
-    with CardState("cuda") as card:
-        first, *_, last = samples_of(card, 3)
-        assert card.between(first, last) == {"clock": 1500, "watts": 690}
-        assert card.between(last, last) == {"clock": 1400, "watts": 694}
-        assert card.between(last + 1, last + 2) == {"clock": None, "watts": None}
-        assert card._process.poll() is None
-    assert card._process.poll() is not None
-    assert commands == [("cuda", "clocks.sm,power.draw.instant", "--loop-ms=100")]
+def test_medians_are_of_whole_lines_after_the_power_has_settled(processes):
+    calls = []
+    assert state_under(lambda: calls.append(1), "cpu") == {"clock": 1400, "watts": 694}
+    assert len(calls) >= 10
+    assert [process.poll() is not None and process.stdout.closed for process in processes] == [True]
 
 
-def test_a_cpu_has_no_samples():
-    with CardState("cpu") as card:
-        assert card.between(0, time.perf_counter()) == {"clock": None, "watts": None}
-    assert card_state.card_limits("cpu") is None
-
-
-@pytest.mark.parametrize("line", ["", "No devices were found\n", "[N/A], 690.1\n", "1, 2, 3\n"])
-def test_other_lines_say_nothing(line):
-    assert read_values(line) is None
-
-
-def test_an_error_in_the_context_ends_the_process(commands):
-    with pytest.raises(KeyError), CardState("cuda") as card:
+def test_an_error_of_the_work_ends_the_process(processes):
+    def fail():
         raise KeyError
-    assert card._process.poll() is not None
+
+    with pytest.raises(KeyError):
+        state_under(fail, "cpu")
+    assert [process.poll() is not None for process in processes] == [True]
+
+
+def test_a_cpu_has_neither_state_nor_limits():
+    assert state_under(pytest.fail, "cpu") == UNKNOWN
+    assert card_limits("cpu") is None
+
+
+@pytest.mark.parametrize("command", [["/no/such/program"], [sys.executable, "-c", "print('No devices were found')"]])
+def test_a_program_that_says_nothing_useful_is_no_error(monkeypatch, command):
+    monkeypatch.setattr(card_state, "_command", lambda device, query, *more: command)
+    monkeypatch.setattr(card_state, "SECONDS", 0.1)
+    assert state_under(lambda: None, "cpu") == UNKNOWN
+    assert card_limits("cpu") is None
+
+
+def test_limits_are_read(monkeypatch):
+    command = [sys.executable, "-c", "print('1980, 700.00')"]
+    monkeypatch.setattr(card_state, "_command", lambda device, query, *more: command)
+    assert card_limits("cpu") == {"clock": 1980, "watts": 700}

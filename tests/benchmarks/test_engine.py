@@ -8,6 +8,7 @@ import torch
 from transformers import MixtralConfig, OPTConfig
 
 from headstart.benchmarks import floor, library, random_heads
+from headstart.benchmarks.engine import engine
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.engine.engine import EngineSettings, ways_of_drafting
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
@@ -334,16 +335,37 @@ def test_engine_says_when_outputs_are_too_short_for_a_steady_state(bench):
     assert any("plain, batch 1: left out, no steady state" in line for line in lines)
 
 
-@pytest.mark.slow
-def test_engine_says_when_the_cache_does_not_hold_the_requests(bench, monkeypatch):
+@pytest.mark.parametrize("prompt", [50, 100])  # some lose their pages later, some get none at first
+def test_engine_says_when_the_cache_does_not_hold_the_requests(bench, monkeypatch, prompt):
     monkeypatch.setattr("headstart.inference.engine.engine.pages_that_fit", lambda *given, least, **named: least)
     lines, found = bench(
-        "engine", "--head", "none", "--batch", "1,2", "--prompt-tokens", "50", "--new-tokens", "60", "--no-startup"
+        "engine", "--head", "none", "--batch", "1,2", "--prompt-tokens", str(prompt), "--new-tokens", "60",
+        "--no-startup",
     )  # fmt: skip
     assert [row["batch"] for row in found["rows"]] == [1]
-    assert any("batch 2: left out" in line and "cache of 2 pages does not hold them" in line for line in lines)
+    pages = -(-(prompt + 60 + 2) // 64)
+    said = f"they need {2 * pages} pages of the cache, which holds {pages}"
+    assert any(line.startswith("plain, batch 2: left out") and said in line for line in lines)
 
 
+def test_engine_says_the_clock_and_power_of_the_step_and_frees_the_cache_before_a_head(bench, monkeypatch):
+    order = []
+    monkeypatch.setattr(engine, "state_under", lambda work, device: work() or {"clock": 1500.0, "watts": 700.0})
+    monkeypatch.setattr(engine, "card_limits", lambda device: {"clock": 1980.0, "watts": 700.0})
+    free, make = engine.release, engine.random_head
+    monkeypatch.setattr(engine, "release", lambda *given: order.append("freed") or free(*given))
+    monkeypatch.setattr(engine, "random_head", lambda *given: order.append("head") or make(*given))
+    lines, found = bench(
+        "engine", "--acceptance", "2.0", "--batch", "1", "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup"
+    )  # fmt: skip
+    assert [(row["clock"], row["watts"]) for row in found["rows"]] == [(1500, 700)] * 2
+    assert found["facts"]["products_at"] == {"clock": 1500, "watts": 700}
+    assert found["facts"]["card_limits"] == {"clock": 1980, "watts": 700}
+    assert any("over time at 1500 MHz and 700 W (limits: 1980 MHz, 700 W)" in line for line in lines)
+    assert order == ["freed", "freed", "head", "freed"], "before each engine, and before the head"
+
+
+@pytest.mark.slow
 def test_engine_measures_start_up_in_processes_of_their_own(bench):
     _, found = bench(
         "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "40"

@@ -215,7 +215,7 @@ def test_admitting_steps_are_those_that_hand_back_a_first_token(shape, late):
 def test_floor_reads_weights_once_per_full_step_and_multiplies_every_prompt_token(shape):
     llm = LLM(traffic.config_of_shape(shape), load_format="dummy", dtype="float32", device="cpu")
     settings = traffic.TrafficSettings(shape, seats=2)
-    bench = traffic.TrafficBench(settings, None, llm, None, bandwidth=1e6, rate=1e6)
+    bench = traffic.TrafficBench(settings, None, llm, bandwidth=1e6, rate=1e6)
     found = bench.floor([(10, 5), (20, 7), (30, 3)], [4, 6, 2], 1, None)
     hidden, inter, vocab = 32, 48, 128
     layer = (4 + 2 * 2) * 8 * hidden + 4 * 8 * hidden + 3 * hidden * inter + 2 * hidden
@@ -236,7 +236,7 @@ def test_floor_reads_weights_once_per_full_step_and_multiplies_every_prompt_toke
 def test_floor_of_drafts_reads_the_head_in_every_step(shape):
     llm = LLM(traffic.config_of_shape(shape), load_format="dummy", dtype="float32", device="cpu")
     bench = traffic.TrafficBench(
-        traffic.TrafficSettings(shape, num_speculative_tokens=3, seats=1), None, llm, None, bandwidth=1e6, rate=1e12
+        traffic.TrafficSettings(shape, num_speculative_tokens=3, seats=1), None, llm, bandwidth=1e6, rate=1e12
     )
     head = traffic.empty_head("eagle", llm.config, 3)
     parts = head.draft_bytes(llm.engine.decoder.lm_head.nbytes)
