@@ -12,6 +12,7 @@ DETAILS = (
     "floor: the weights' products or bytes, whichever take longer, the keys and values, the drafts' weights, at the rates\n"
     "of a copy and of a large product under load. library: the library's products for the same rows and weights alone.\n"
     "x library: over the floor with that time of the products, since few rows never reach a large product's rate.\n"
+    "MHz, W: the clock and power of the card under that graph; at its power limit a card lowers its clock.\n"
     "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
     "warm Triton cache, and the greatest memory taken."
 )
