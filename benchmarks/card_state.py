@@ -1,4 +1,4 @@
-"""The clock and the power of a GPU under some work, as nvidia-smi reads them.
+"""The clock and the power of a GPU under some work, and their limits, as nvidia-smi reads them.
 
 A GPU lowers its clock until its power is within its limit, so the limit decides the speed of a busy one. The work is repeated for
 this alone: what the queries cost belongs to no figure.
@@ -12,35 +12,27 @@ from statistics import median
 
 import torch
 
+VALUES = {  # what nvidia-smi calls them
+    "clock": "clocks.sm",  # MHz
+    "watts": "power.draw.instant",
+    "max_clock": "clocks.max.sm",
+    "max_watts": "power.limit",
+}
 SECONDS = 3.0  # of the work
 SETTLED = 1.0  # seconds until the power has settled
 EVERY_MS = 100
-LIMITS = "clocks.max.sm,power.limit"  # MHz, W
-STATE = "clocks.sm,power.draw.instant"
-UNKNOWN = {"clock": None, "watts": None}
-
-
-def card_limits(device):
-    """{"clock": the highest in MHz, "watts": the power limit} of a GPU; None where nvidia-smi does not say them."""
-    command = _command(device, LIMITS)
-    try:
-        found = command and subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        found = None
-    values = found and _values(found)
-    return values and dict(zip(UNKNOWN, values))
 
 
 def state_under(work, device):
-    """Repeat `work`, a function that launches something, for SECONDS.  -> {"clock": MHz, "watts": W}, medians, or UNKNOWN"""
-    command = _command(device, STATE, f"--loop-ms={EVERY_MS}")
+    """Repeat `work`, a function that launches something, for SECONDS.  -> medians of VALUES; {} where they are not known"""
+    command = _command(device)
     if command is None:
-        return dict(UNKNOWN)
+        return {}
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         process, said = subprocess.Popen(command, **pipes), ""
     except OSError:
-        return dict(UNKNOWN)
+        return {}
     try:
         end = time.perf_counter() + SECONDS
         while time.perf_counter() < end:
@@ -52,30 +44,32 @@ def state_under(work, device):
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver is left alone
             said, _ = process.communicate(timeout=20)
-    whole_lines = said.split("\n")[:-1]
-    found = [values for values in map(_values, whole_lines) if values]
+    *whole_lines, _ = said.split("\n")
+    found = [numbers for numbers in map(_numbers, whole_lines) if numbers]
     found = found[int(SETTLED * 1000 / EVERY_MS) :]
-    return dict(zip(UNKNOWN, map(median, zip(*found)))) if found else dict(UNKNOWN)
+    return dict(zip(VALUES, map(median, zip(*found))))
 
 
 def state_text(state):
-    """` at 1485 MHz and 708 W`, or nothing where that is not known."""
-    return "" if state["watts"] is None else f" at {state['clock']:.0f} MHz and {state['watts']:.0f} W"
+    """` at 1485 MHz and 708 W (limits: 1980 MHz, 700 W)`; nothing where that is not known."""
+    text = " at {clock:.0f} MHz and {watts:.0f} W (limits: {max_clock:.0f} MHz, {max_watts:.0f} W)"
+    return text.format(**state) if state else ""
 
 
-def _command(device, query, *more):
-    """The command that prints such values of a device, a line each time; None where nvidia-smi cannot."""
+def _command(device):
+    """The command that prints a line of VALUES again and again; None where nvidia-smi cannot."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip or not shutil.which("nvidia-smi"):
         return None
     card = torch.cuda.get_device_properties(device).uuid  # nvidia-smi's numbers do not follow CUDA_VISIBLE_DEVICES
-    return ["nvidia-smi", f"--id=GPU-{card}", f"--query-gpu={query}", "--format=csv,noheader,nounits", *more]
+    query, form = f"--query-gpu={','.join(VALUES.values())}", "--format=csv,noheader,nounits"
+    return ["nvidia-smi", f"--id=GPU-{card}", query, form, f"--loop-ms={EVERY_MS}"]
 
 
-def _values(line):
-    """The numbers of one line of nvidia-smi: (MHz, W), or None for a line that says something else."""
+def _numbers(line):
+    """The numbers of one line, in the order of VALUES; None of a line that says something else."""
     try:
-        clock, watts = map(float, line.split(","))
+        found = [float(part) for part in line.split(",")]
     except ValueError:
         return None
-    return clock, watts
+    return found if len(found) == len(VALUES) else None

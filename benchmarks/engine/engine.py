@@ -35,7 +35,7 @@ from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
 from ...inference.speculation.speculation import choose_speculation
-from ..card_state import UNKNOWN, card_limits, state_text, state_under
+from ..card_state import state_text, state_under
 from ..floor import StepFloor, copy_bandwidth, large_product, product_rate
 from ..library import library_products
 from ..random_heads import bytes_with_head, empty_head, random_head
@@ -124,7 +124,6 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
             f"--prompt-tokens and --new-tokens must be at least 2, got {settings.prompt_tokens} and {settings.new_tokens}"
         )
     shared = settings.lm_head == "shared"
-    speculative = None
     if settings.head is None:
         check_fits(settings.shape, device, dtype)
     else:
@@ -147,14 +146,7 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
             for which, seconds in found.items()
         )
         report.state(f"from the start of a process to its first token: {said}", startup=found)
-    _measure(settings, report, device, dtype, length, speculative)
-    return report.finish()
-
-
-def _measure(settings, report, device, dtype, length, speculative):
-    """All lines.  length: tokens of prompt and output; speculative: keys of the speculative_config, None: plain decoding alone"""
     # This LLM holds the weights, which every measured engine shares; its cache is not used.
-    config = config_of_shape(settings.shape)
     base = LLM(
         config,
         load_format="dummy",
@@ -164,34 +156,25 @@ def _measure(settings, report, device, dtype, length, speculative):
         max_num_seqs=1,
         enforce_eager=True,
     )
-    bench = EngineBench(settings, report, base, _state_rates(report, base, dtype))
-    bench.measure_draft("plain", None)
-    if speculative is None:
-        return
-    release(base.device)  # a head placed in the memory of the old cache would keep all of it from the next cache
-    depth, shared = settings.num_speculative_tokens, settings.lm_head == "shared"
-    speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
-    name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
-    for acceptance in settings.acceptance:
-        for way, asked in ways_of_drafting(settings):
-            bench.measure_draft(name + way, speculative | {"acceptance_length": acceptance} | asked)
-
-
-def _state_rates(report, base, dtype):
-    """Measure the rates of a copy and of large products, and state them.  -> StepFloor"""
-    device = base.device
-    bandwidth, rate = copy_bandwidth(device), product_rate(device, dtype, lasting=True)
-    limits, at = card_limits(device), state_under(large_product(device, dtype), device)
-    most = f" (limits: {limits['clock']:.0f} MHz, {limits['watts']:.0f} W)" if limits else ""
+    bandwidth, rate = copy_bandwidth(base.device), product_rate(base.device, dtype, lasting=True)
+    state = state_under(large_product(base.device, dtype), base.device)
     report.state(
         f"copy {bandwidth / 1e12:.3f} TB/s (bytes read and written), products {rate / 1e12:.1f} TFLOP/s over time"
-        f"{state_text(at)}{most}",
+        f"{state_text(state)}",
         copy_bytes_per_second=round(bandwidth),
         products_per_second=round(rate),
-        products_at=at,
-        card_limits=limits,
+        products_at=state,
     )
-    return StepFloor(base.engine.decoder, bandwidth, rate)
+    bench = EngineBench(settings, report, base, StepFloor(base.engine.decoder, bandwidth, rate))
+    bench.measure_draft("plain", None)
+    if settings.head is not None:
+        release(base.device)  # a head placed in the memory of the old cache would keep all of it from the next cache
+        speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
+        name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
+        for acceptance in settings.acceptance:
+            for way, asked in ways_of_drafting(settings):
+                bench.measure_draft(name + way, speculative | {"acceptance_length": acceptance} | asked)
+    return report.finish()
 
 
 class EngineBench:
@@ -279,7 +262,7 @@ class EngineBench:
             "of_graph": graph and graph / mean,
             "steps": len(steps),
             "shares": alone and alone.shares(),
-            **(state_under(alone, llm.device) if alone else UNKNOWN),
+            **(state_under(alone, llm.device) if alone else {}),
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }
 

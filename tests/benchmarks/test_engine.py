@@ -350,18 +350,17 @@ def test_engine_says_when_the_cache_does_not_hold_the_requests(bench, monkeypatc
 
 def test_engine_says_the_clock_and_power_of_the_step_and_frees_the_cache_before_a_head(bench, monkeypatch):
     order = []
-    monkeypatch.setattr(engine, "state_under", lambda work, device: work() or {"clock": 1500.0, "watts": 700.0})
-    monkeypatch.setattr(engine, "card_limits", lambda device: {"clock": 1980.0, "watts": 700.0})
+    state = {"clock": 1500.0, "watts": 706.0, "max_clock": 1980.0, "max_watts": 700.0}
+    monkeypatch.setattr(engine, "state_under", lambda work, device: work() or state)
     free, make = engine.release, engine.random_head
     monkeypatch.setattr(engine, "release", lambda *given: order.append("freed") or free(*given))
     monkeypatch.setattr(engine, "random_head", lambda *given: order.append("head") or make(*given))
     lines, found = bench(
         "engine", "--acceptance", "2.0", "--batch", "1", "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup"
     )  # fmt: skip
-    assert [(row["clock"], row["watts"]) for row in found["rows"]] == [(1500, 700)] * 2
-    assert found["facts"]["products_at"] == {"clock": 1500, "watts": 700}
-    assert found["facts"]["card_limits"] == {"clock": 1980, "watts": 700}
-    assert any("over time at 1500 MHz and 700 W (limits: 1980 MHz, 700 W)" in line for line in lines)
+    assert [(row["clock"], row["watts"]) for row in found["rows"]] == [(1500, 706)] * 2
+    assert found["facts"]["products_at"] == state
+    assert any("over time at 1500 MHz and 706 W (limits: 1980 MHz, 700 W)" in line for line in lines)
     assert order == ["freed", "freed", "head", "freed"], "before each engine, and before the head"
 
 
